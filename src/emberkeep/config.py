@@ -75,11 +75,13 @@ def check(settings: Any) -> None:
         value = _typed(given, hints[field.name], field)
         if value is not given:
             object.__setattr__(settings, field.name, value)
-        choices = _choices(hints[field.name])
-        if choices and value is not None and value not in choices:
-            hint = _nearest(str(value), choices)
+        hint = hints[field.name]
+        choices = _choices(hint)
+        unset = value is None and _required(hint) is not hint
+        if choices and not unset and value not in choices:
+            nearest = _nearest(str(value), choices)
             raise ConfigError(
-                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{hint}"
+                f"{field.name} must be one of {', '.join(choices)}, not {value!r}{nearest}"
             )
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -89,10 +91,14 @@ def check(settings: Any) -> None:
 def _typed(value: Any, hint: Any, field: dataclasses.Field[Any]) -> Any:
     """`value` as its field's type, of what Python has beside TOML's; anything else is refused."""
     needed = _required(hint)
-    if get_origin(needed) is Literal or dataclasses.is_dataclass(needed):
-        return value
     if value is None and needed is not hint:
         return None
+    if needed is timedelta:
+        return as_time(field.name, value)
+    if get_origin(needed) is Literal or _is_other(needed):
+        if hasattr(needed, "__dataclass_fields__") and not isinstance(value, needed):
+            raise ConfigError(f"{field.name} must be a {needed.__name__}, not {value!r}")
+        return value
     if get_origin(needed) is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{field.name} must be a mapping, not {value!r}")
@@ -109,6 +115,24 @@ def _typed(value: Any, hint: Any, field: dataclasses.Field[Any]) -> Any:
         elif isinstance(value, Real):
             value = float(value)
     return _converted(value, needed, field.name)
+
+
+def _is_other(needed: Any) -> bool:
+    """Whether it is a class that no TOML value becomes: it checks itself when it is made."""
+    return isinstance(needed, type) and needed not in (bool, int, float, str)
+
+
+def as_time(name: str, value: Any) -> timedelta:
+    """A timedelta of 0 or more, or the text of one; anything else is refused as `name`."""
+    try:
+        time = value if isinstance(value, timedelta) else duration(value)
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            f"{name} must be a timedelta or a duration such as '90s' or '5min', not {value!r}"
+        ) from None
+    if time < timedelta(0):
+        raise ConfigError(f"{name} must not be negative, not {time}")
+    return time
 
 
 def absolute(settings: _Settings) -> _Settings:
@@ -230,7 +254,10 @@ def _build(kind: type[Any], table: _Table, source: str, prefix: str) -> Any:
     try:
         return kind(**values)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {prefix}{error}") from None
+        # What begins with one of its keys is about that key, anything else about the section.
+        first = re.split(r"\W", str(error), maxsplit=1)[0]
+        section = f"{prefix[:-1]}: " if prefix and first not in fields else prefix
+        raise ConfigError(f"{source}: {section}{error}") from None
 
 
 def _named(given: Any, kind: Any, source: str, label: str) -> _Table:

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from emberkeep import config
 from emberkeep._types import F64
 from emberkeep.checkpoint.failure_gaps import Gaps
 from emberkeep.errors import ConfigError
@@ -54,6 +55,7 @@ class Job:
     """How the times between failures are spread around their mean."""
 
     def __post_init__(self) -> None:
+        config.check(self)
         for name in ("duration", "mtbf", "save"):
             if getattr(self, name) <= _NONE:
                 raise ConfigError(f"{name} must be longer than no time, not {getattr(self, name)}")
@@ -77,6 +79,12 @@ class Job:
     def expected_restores(self) -> int:
         """How often the job will be restored, if every failure takes it back to a version."""
         return expected_restores(self.duration, self.mtbf)
+
+
+def check_job(job: object) -> None:
+    """Refuses what was given as `job=` and is none."""
+    if not isinstance(job, Job):
+        raise ConfigError(f"job= takes an emberkeep.Job, not {job!r}")
 
 
 def expected_restores(duration: timedelta, mtbf: timedelta) -> int:

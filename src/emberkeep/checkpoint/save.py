@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -13,17 +14,24 @@ from typing import Generic, TypeAlias, TypeVar
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.codec_choice import Choice
+from emberkeep.checkpoint.increment_chain import Chain
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.checkpoint.targets import WritesItself
+from emberkeep.checkpoint.widths import loses
 from emberkeep.codecs import Codec
 from emberkeep.errors import CancelledError, StateError
-from emberkeep.repository import Manifest
+from emberkeep.repository import Manifest, VersionId
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.rows.tracker import PRIORITISED, SINCE_BASELINE, SINCE_VERSION
 from emberkeep.runtime.background import Worker
-from emberkeep.runtime.clock import Clock, Event
+from emberkeep.runtime.clock import Clock, Event, overdue
 
 _K = TypeVar("_K")
+
+# Who waits looks so often whether the process is being stopped: no signal ends a wait.
+_LOOK = timedelta(seconds=0.2)
+# A wait is no shorter: what is left of a float second may be no time to a timedelta.
+_MOMENT = timedelta(milliseconds=1)
 
 Counters: TypeAlias = "Json | Callable[[], Json]"
 """What a version says of its run. A function is called once the rows are frozen: shards that are
@@ -81,6 +89,8 @@ class BackgroundSaver(Generic[_K]):
         self._seen: BaseException | None = None
         self._failures: list[BaseException] = []
         self._cancelled = 0
+        self.stopping: Callable[[], object] = lambda: False
+        """Whether the process is being stopped: calls that wait for a save then lift its limits."""
 
     @property
     def busy(self) -> bool:
@@ -109,16 +119,46 @@ class BackgroundSaver(Generic[_K]):
 
     def join(self, timeout: timedelta | None = None) -> bool:
         """Waits until no save is under way, however it ends; False if that takes longer. Refused
-        in the thread that saves, as every call that waits so."""
+        in the thread that saves, as every call that waits so. What is waited for does not rest."""
+        return self._join(timeout, unless_stopping=False)
+
+    def join_unless_stopping(self) -> bool:
+        """`join`, for one who has something else to do once the process is being stopped: whether
+        no save is under way."""
+        return self._join(None, unless_stopping=True)
+
+    def _join(self, timeout: timedelta | None, *, unless_stopping: bool) -> bool:
         self.check_caller()
         saving = self._saving
         if saving is None:
             return True
-        if timeout is not None:
-            return saving.ended.wait(timeout)
-        what = f"the {self._what} of step {saving.step} {self._where}"
-        saving.ended.require(what, self._patience)
+        most = self._patience if timeout is None else timeout
+        until = self._clock.monotonic() + most.total_seconds()
+        with self._awaited():
+            while not saving.ended.is_set():
+                stopping = self._look()
+                left = until - self._clock.monotonic()
+                if (stopping and unless_stopping) or (timeout is not None and left <= 0):
+                    return saving.ended.is_set()
+                if left <= 0:
+                    what = f"the {self._what} of step {saving.step} {self._where}"
+                    raise overdue(what, self._patience)
+                saving.ended.wait(min(max(timedelta(seconds=left), _MOMENT), _LOOK))
         return True
+
+    def _look(self) -> bool:
+        """Whether the process is being stopped, in which case nothing is limited any more."""
+        stopping = bool(self.stopping())
+        if stopping:
+            self._lift_limits()
+        return stopping
+
+    def _awaited(self) -> AbstractContextManager[None]:
+        """A save that is under way in the body is waited for."""
+        return nullcontext()
+
+    def _lift_limits(self) -> None:
+        """Nothing of what limits saves holds any more."""
 
     def learn_outcome(self) -> None:
         """Returns when it is known what became of every save."""
@@ -136,6 +176,7 @@ class BackgroundSaver(Generic[_K]):
 
     def hurry(self) -> None:
         """Writes as fast as it can from now on, which it does anyway unless it has a limit."""
+        self._lift_limits()
 
     def leave(self, left: timedelta) -> None:
         """Ends what may follow the last save within the time that is `left`."""
@@ -255,6 +296,25 @@ class Save:
         if self.since == PRIORITISED:
             return [PRIORITISED]
         return [SINCE_VERSION] if self.since else [SINCE_VERSION, SINCE_BASELINE]
+
+    def layout(self, chain: Chain, version: VersionId, tables: Mapping[str, Json]) -> Json:
+        """What the manifest of this `version` says of its rows, after those of `chain`."""
+        since = self.since
+        layout: Json = {
+            "kind": "full" if since is None else since,
+            "layout": self.spec.layout,
+            "shards": len(self.frozen),
+            "codecs": {plane: codec.to_dict() for plane, codec in self.codecs.items()},
+            "why": self.choice.why,
+            "lossy": (since is not None and chain.lossy) or loses(self.codecs, tables),
+            "sizes": [*chain.sizes] if since else [],
+            "baseline_nbytes": chain.nbytes if since else None,
+            "tables": self.frozen.tables,
+        }
+        if self.in_grid:
+            layout["grid"] = str(version if since is None else chain.baseline)
+            layout["before"] = None if since is None else str(chain.newest)
+        return layout
 
     @property
     def held_seconds(self) -> float:

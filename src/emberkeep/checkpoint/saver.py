@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -120,6 +121,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             self.writer, self.spec.grid or Grid(), self._tell, self._collect,
             nice=_NICEST, bandwidth=self._bandwidth,
             holders=partial(extractor_of, subject, repository.store.url, self._bandwidth),
+            stopping=self._look,
         )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
@@ -160,6 +162,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         """
         spec = spec or self.spec
         Checkpointer.make_room(self)
+        super().join()  # also where there is no time to make room
         self.check()
         choice = self._chosen(spec)
         if self.subject.forgot_changes():
@@ -186,6 +189,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
             save.close(())
             raise
         return saving
+
+    def _loses(self) -> bool:
+        """Whether the next version, or what it would build on, holds rows that were rounded."""
+        codecs = choose(self.spec, self.lossy_restores).codecs
+        return self._chain.lossy or loses(codecs, self.repository.tables)
 
     def _chosen(self, spec: VersionSpec) -> Choice:
         """How the next version is stored; said when that is not as the one before was."""
@@ -223,11 +231,19 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._chain = Chain()
 
     def make_room(self) -> None:
-        """Ends the save under way as `overlap` says: waits for it, or gives it up."""
+        """Ends the save under way as `overlap` says: waits for it, or gives it up. A process that
+        is being stopped has other things to do, and waits no longer."""
         if self.settings.overlap == "cancel" and self._saving and not self._saving.spared:
             self._saving.cancelled.set()
-        super().join()
-        self._extraction.make_room()
+        if self.join_unless_stopping():
+            self._extraction.make_room()
+
+    def _awaited(self) -> AbstractContextManager[None]:
+        return self._budget.awaited()
+
+    def _lift_limits(self) -> None:
+        self._bandwidth.lift()
+        self._budget.lift()
 
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to commit; its rows go with the next."""
@@ -309,31 +325,16 @@ class Checkpointer(BackgroundSaver[Manifest]):
             saving.copied.set_result(None)
             if extras.dense is not None:
                 dense = extras.dense() if callable(extras.dense) else extras.dense
-                self._bandwidth.spend(len(dense), saving.cancelled)
-                draft.add(dense, kind=DENSE, suffix="safetensors")
+                paced = self._bandwidth.passing([dense], saving.cancelled)
+                draft.add(paced, kind=DENSE, suffix="safetensors")
             if saving.cancelled.is_set():
                 raise CancelledError(f"the save of step {saving.step} was given up for a newer one")
             for part in view_of(self.subject).parts:
                 if isinstance(part.target, NoticesEdits):
                     part.target.check_edits()
-            layout: Json = {
-                "kind": "full" if since is None else since,
-                "layout": save.spec.layout,
-                "shards": len(save.frozen),
-                "codecs": {plane: codec.to_dict() for plane, codec in save.codecs.items()},
-                "why": save.choice.why,
-                "lossy": (since is not None and chain.lossy)
-                or loses(save.codecs, self.repository.tables),
-                "sizes": [*chain.sizes] if since else [],
-                "baseline_nbytes": chain.nbytes if since else None,
-                "tables": save.frozen.tables,
-                **self.run_marks,
-            }
+            layout = save.layout(chain, draft.version, self.repository.tables) | self.run_marks
             if self.spec.widths is not None:  # also in an exact version: a resumed run takes them
                 layout["widths"] = self.spec.widths.to_dict()
-            if save.in_grid:
-                layout["grid"] = str(draft.version if since is None else chain.baseline)
-                layout["before"] = None if since is None else str(chain.newest)
             self._committing = save
             manifest = draft.commit(
                 step=saving.step,
@@ -460,7 +461,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             self.check()
             return None
         # Also where an increment would build on rounded rows.
-        spec = LOSSLESS if self.spec.lossy or self._chain.lossy else self.spec
+        spec = LOSSLESS if self._loses() else self.spec
         self._failures = [error for error in self._failures if isinstance(error, FencedError)]
         self.save(step, extras, spec=spec)
         manifest = self.wait()

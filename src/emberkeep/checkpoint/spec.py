@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from emberkeep import config
 from emberkeep.blobs import BlobStore, Reading
 from emberkeep.checkpoint.widths import Widths
 from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import DEFAULT_RETENTION, RetentionPolicy
 from emberkeep.repository.pieces import PIECE_NBYTES
-from emberkeep.repository.policies import LAYOUTS, PREDICTORS, Grid, Layout, Predictor
+from emberkeep.repository.policies import Grid, Layout, Predictor
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.bandwidth import check_rate
 from emberkeep.runtime.core_time import check_share
@@ -55,13 +56,10 @@ class VersionSpec:
     grid: Grid | None = None
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+        if self.bits is not None:
+            Quantized(bits=self.bits)
+        config.check(self)
         self._check_widths()
-        if self.predictor not in PREDICTORS:
-            raise ConfigError(
-                f"predictor must be one of {', '.join(PREDICTORS)}, not {self.predictor!r}"
-            )
         if self.predictor != "growth" and self.layout != "intermittent":
             raise ConfigError(
                 f"predictor= decides when an intermittent layout starts over, and this one is "
@@ -84,7 +82,6 @@ class VersionSpec:
                     "bits= is the width of every table: leave out accuracy_budget= and widths of "
                     "single tables, or bits="
                 )
-            Quantized(bits=self.bits)
         if self.expected_restores is not None and self.expected_restores < 0:
             raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
         if self.accuracy_budget is not None and not 0 < self.accuracy_budget < 1:
@@ -93,10 +90,14 @@ class VersionSpec:
                 f"{self.accuracy_budget}"
             )
         if self.bins is not None or self.range_ratio is not None:
-            if self.bits == 8 or not self.quantizes:
+            if not self._searches:
                 raise ConfigError(
                     "bins= and range_ratio= are for weights of 4, 3 or 2 bits: give bits=, "
                     "expected_restores= or accuracy_budget=, or leave them out"
+                )
+            if self.range_ratio is not None and not 0 <= self.range_ratio <= 1:
+                raise ConfigError(
+                    f"range_ratio must be a number from 0 to 1, not {self.range_ratio}"
                 )
             Quantized(bits=2, bins=self.bins, ratio=self.range_ratio)
         if self.quantize_optimizer and self.accuracy_budget is not None:
@@ -106,6 +107,14 @@ class VersionSpec:
             )
 
     @property
+    def _searches(self) -> bool:
+        """Whether the range of some row may be searched for: at 8 bits a narrower one is no help.
+        Which widths a budget comes to is not known before."""
+        if self.widths is not None and self.accuracy_budget is None:
+            return any(width.bits not in (None, 8) for width in self.widths.tables.values())
+        return self.bits != 8 and self.quantizes
+
+    @property
     def quantizes(self) -> bool:
         """Whether weights are quantized, or will be."""
         given = (self.bits, self.expected_restores, self.widths, self.accuracy_budget)
@@ -113,6 +122,7 @@ class VersionSpec:
 
     @property
     def lossy(self) -> bool:
+        """Whether versions may be rounded; which of them are is known of each one."""
         return self.quantizes or self.quantize_optimizer
 
 
@@ -129,14 +139,15 @@ class SaveSettings:
     every other save is a version, and the one after it waits.
 
     `most_mb_per_second` is how fast versions are written at most, by all servers together, and
-    `mirror_mb_per_second` how fast they are copied to a mirror; a process that is being stopped
-    writes as fast as it can. From it follows how often a version can be taken
-    (`Keeper.shortest_interval`).
+    `mirror_mb_per_second` how fast they are copied to a mirror; a save that is due waits for the
+    one before, and training with it. A process that is being stopped writes as fast as it can.
+    From it follows how often a version can be taken (`Keeper.shortest_interval`).
 
     Background threads can be made to yield: by `nice`, and by `background_share`, a part of a core
-    that they keep to on average, in this process and in each server; while pushes wait for them
-    they hurry. A save then lasts longer, and more rows change before it has copied them, so that
-    pushes copy them: it is for cores that others need, and makes the stall longer, not shorter.
+    that they keep to on average, in this process and in each server. They hurry while pushes wait
+    for them, in this process also while training waits for the save. A save then lasts longer, and
+    more rows change before it has copied them, so that pushes copy them: it is for cores that
+    others need, and makes the stall longer, not shorter.
 
     `read_depth` is how many reads of a version are under way at once when one is brought back (16
     unless the store says otherwise, 64 for object stores), and `read_nbytes` how many bytes they
@@ -162,13 +173,12 @@ class SaveSettings:
     read_nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.overlap not in ("wait", "cancel"):
-            raise ConfigError(f"overlap must be 'wait' or 'cancel', not {self.overlap!r}")
+        config.check(self)
         for name in ("threads", "piece_nbytes", "buffer_nbytes", "max_failures"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
         check_rate(self.most_mb_per_second)
-        check_rate(self.mirror_mb_per_second)
+        check_rate(self.mirror_mb_per_second, "mirror_mb_per_second")
         check_share(self.background_share)
         self.reading(None)
 

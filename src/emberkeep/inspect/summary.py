@@ -103,11 +103,9 @@ def codec_text(repository: Repository, manifest: Manifest) -> str:
     codecs = _codecs(manifest)
     found: dict[str, set[int | str]] = defaultdict(set)
     for name, table in repository.tables.items():
-        for plane in table["planes"]:
+        for plane, (width, _) in table["planes"].items():
             codec = codec_of(codecs, name, plane)
-            bits = codec.bits if isinstance(codec, Quantized) else None
-            bits = 8 if isinstance(codec, NonNegative8) else bits
-            found[plane].add(bits or codec.name)
+            found[plane].add(_stored(codec, width))
     words = []
     for plane, widths in found.items():
         bits_found = sorted(bits for bits in widths if isinstance(bits, int))
@@ -123,6 +121,17 @@ def codec_text(repository: Repository, manifest: Manifest) -> str:
         elif others != ["exact"]:
             words.append(f"{plane} {', '.join(others)}")
     return ", ".join(words) or "exact"
+
+
+def _stored(codec: Codec, width: int) -> int | str:
+    """How many bits each value of a plane of that width takes, or the name of what stores it: rows
+    that would not become smaller are stored as they are, and single values in 16 bits."""
+    if not isinstance(codec, Quantized | NonNegative8):
+        return codec.name
+    columns = codec.columns(width)
+    if "codes" not in columns:
+        return Raw.name
+    return codec.bits if isinstance(codec, Quantized) else 8 * columns["codes"] // width
 
 
 def _codecs(manifest: Manifest) -> dict[str, Codec]:

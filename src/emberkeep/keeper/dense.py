@@ -97,6 +97,22 @@ class Dense:
             what="dense",
         )
 
+    def nbytes(self) -> int:
+        """About what `capture` holds: tensors of the model, and what optimizers remember of them,
+        or will after their first step, as far as their settings tell."""
+        tensors = {id(tensor): tensor for tensor in self._tensors().values()}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                momentum = 2 if "betas" in group else bool(group.get("momentum"))
+                moments = momentum + bool(group.get("amsgrad"))
+                for parameter in group["params"]:
+                    if id(parameter) in tensors:
+                        kept = optimizer.state.get(parameter, {}).values()
+                        held = sum(part.nbytes for part in kept if isinstance(part, Tensor))
+                        nbytes += held or moments * parameter.nbytes
+        return nbytes
+
     def check(self, packed: Packed) -> Json:
         """The state that a version holds; raises `StateError` if it does not fit the model."""
         saved: Json = unpack(packed)

@@ -17,11 +17,12 @@ from emberkeep.blobs import BlobStore, open_store
 from emberkeep.checkpoint.save import Saving
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.cluster.base import PATIENCE
+from emberkeep.config import as_time
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError, StateError
 from emberkeep.keeper.adopted_rows import clear_found
 from emberkeep.keeper.costs import Ledger, metrics_server
 from emberkeep.keeper.dense import Stateful
-from emberkeep.keeper.interval import shortest_interval
+from emberkeep.keeper.interval import Limit
 from emberkeep.keeper.model_parts import Optimizers, find_parts
 from emberkeep.keeper.open_saver import open_saver, refuse_for_tier, run_name
 from emberkeep.keeper.pace import Pace
@@ -99,7 +100,7 @@ class Keeper(RunReport):
         about: Json | None = None,
         settings: SaveSettings | None = None,
         on_event: Callable[[str, Json], object] | None = None,
-        grace: timedelta = timedelta(seconds=25),
+        grace: timedelta | str = timedelta(seconds=25),
         strict: bool = False,
         exclusive: bool = False,
         must_exist: bool = False,
@@ -111,6 +112,7 @@ class Keeper(RunReport):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_reader(reader)
+        grace = as_time("grace", grace)
         self._clock = clock
         self.steps = self._exact_step = 0
         self.cut_step = -1  # after which the newest version was cut, durable or not
@@ -144,8 +146,8 @@ class Keeper(RunReport):
             about=about or {}, exclusive=exclusive, must_exist=must_exist, mirror=mirror,
             mirror_every=mirror_every, on_event=self._hear, clock=clock,
         )  # fmt: skip
-        self.shortest_interval = shortest_interval(
-            self._parts.subject, self._strategy, self._settings,
+        self._limit = Limit(
+            self._parts.subject, self._parts.dense, self._strategy, self._settings,
             self._hear if self._ranks.leads else None,
         )  # fmt: skip
         self._recoverer = make_recoverer(
@@ -168,7 +170,8 @@ class Keeper(RunReport):
         self._termination = Termination()
         self._waits = SignalledWaits(self._termination, self._leave_waiting, grace, clock)
         if isinstance(self._saver, RepositorySaver):
-            self._saver.heed(lambda: self._termination.asked, grace)
+            termination = self._termination
+            self._saver.heed(lambda: termination.asked, grace)
         for home in homes:
             home.cluster.stop.heed(self._waits.look)
             home.cluster.tell(name=run_name(self._saver))
@@ -196,7 +199,7 @@ class Keeper(RunReport):
             if asked:
                 self._stop(asked)
             if due_for_all:
-                self._save(whole=False)
+                self._save(in_step=True)
             if due_for_all or news_for_all or self._pace.looks(self.steps):
                 if self._planner is not None:
                     self._planner.review(self.steps)
@@ -289,10 +292,7 @@ class Keeper(RunReport):
             return
         at_once = isinstance(error, KeyboardInterrupt) and not self._waits.left
         if at_once and self._saver is not None:
-            # At once: what is being written is given up, and nobody waits for it.
-            self._saver.cancel()
-            if self._store is None:
-                self._saver.join()  # else a tier's files might be closed while they are committed
+            self._saver.give_up()
             self._release()
             return
         # The step that failed may have changed rows and not the rest: it is not saved.
@@ -494,21 +494,21 @@ class Keeper(RunReport):
             self._first_version()
         self._pace.look_ahead(self.steps)
 
-    def _holds_run(self) -> bool:
-        return self._saver is not None and self._saver.holds_run()
-
-    def _url(self) -> str:
-        assert self._saver is not None
-        return self._saver.url
-
-    def _save(self, *, whole: bool = True) -> Saving[Any] | None:
-        """Cuts a version; unless it must be whole, whichever the strategy's turn is."""
+    def _save(self, *, in_step: bool = False) -> Saving[Any] | None:
+        """Cuts a whole version; one `in_step` is whichever the strategy's turn is, unless the run
+        was asked to stop while it waited for the one before."""
+        whole = not in_step
         waiting = self._clock.monotonic()
+        self._limit.due(waiting)
         if self._saver is not None:
             self._saver.make_room()
             self._saver.check()
             whole = whole or self._saver.due_whole or self._pace.due_whole(self.steps)
-        whole = bool(self._ranks.largest([whole and self._ranks.leads])[0])
+        given = [whole and self._ranks.leads, self._termination.asked if in_step else 0]
+        whole_for_all, asked = self._ranks.largest(given)
+        if asked:
+            self._stop(asked)
+        whole = bool(whole_for_all)
         start = self._clock.monotonic()
         return self._cut(self._capture() if whole else None, start, start - waiting, whole=whole)
 
@@ -522,12 +522,10 @@ class Keeper(RunReport):
             return None
         self._ledger.cutting()
         cut = self._saver.cut(self.steps, state, self._counters, whole=whole)
+        self._limit.cut(self._clock.monotonic())
         pause_ms = (self._clock.monotonic() - start) * 1e3
         self._ledger.paused(pause_ms, whole=whole, waited_ms=waited * 1e3)
         return cut
-
-    def _risk(self) -> int | None:
-        return None if self._recoverer is None else self._recoverer.risk()
 
     def _capture(self) -> Captured | None:
         """Everything but rows, as it is now on every rank."""
@@ -535,15 +533,12 @@ class Keeper(RunReport):
             self._parts.tables.look_again()
         return self._state.capture()
 
-    def _counters(self) -> Json:
-        losses = {} if self._recoverer is None else self._recoverer.counters()
-        plans = {} if self._planner is None else self._planner.counters()
-        return {**self._ledger.counters(), **losses, **plans}
-
     def _exact(self) -> int:
         """The step whose state the newest version holds exactly; waits for the one under way."""
         saver = self._saver
         if saver is not None:
+            if not saver.join_unless_stopping() and not saver.join(self._grace / 2):
+                saver.cancel()  # what it was to hold is in the last one
             saver.join()
             if (newest := saver.committed_step) is not None and saver.exact:
                 self._exact_step = newest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobStore, open_store, refuse_nested
+from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.restore import check_schema
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
@@ -21,7 +20,9 @@ from emberkeep.errors import (
     ConfigError,
     DamageError,
     DeadlineError,
+    EmberkeepError,
     FencedError,
+    FullError,
     NoRepositoryError,
     StorageError,
     UnsupportedStoreError,
@@ -35,6 +36,14 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
+from emberkeep.repository.maintenance.repair import is_intact
+from emberkeep.repository.maintenance.run_records import (
+    copy_restores,
+    copy_tags,
+    origin_of,
+    readable_tags,
+    take_tags,
+)
 from emberkeep.repository.maintenance.version_copy import (
     Origin,
     copy_version,
@@ -47,7 +56,9 @@ from emberkeep.runtime.background import Retry, Worker
 from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.metrics import Sample
-from emberkeep.strategies import Every, Interval, Strategy, schedule
+from emberkeep.strategies import Every
+
+_T = TypeVar("_T")
 
 # No snapshot waits for a copy: it yields.
 _NICE = 10
@@ -141,6 +152,10 @@ class Mirror:
         # How often a copy was asked for whether it is due or not, and up to which it was made. One
         # that is asked for beside a copy of an older version is not answered by that.
         self._asked = self._answered = 0
+        # The same for records of restores and for names of versions.
+        self._records_asked = self._records_answered = 0
+        self._named: dict[str, VersionId] = {}  # as they are in the mirror, too
+        self._left_out: set[VersionId] = set()
         self._start()
         self._fenced: FencedError | None = None
         self._copied_at: float | None = None
@@ -224,13 +239,25 @@ class Mirror:
     def bring_newer(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back if the repository has none as new; None if it
         does."""
+        copy_restores(self.repository, writer.repository)
+        copy_restores(writer.repository, self.repository)
         newest, known = newest_origin(self.repository), newest_origin(writer.repository)
         if newest is None or (known is not None and not self._ahead(newest, known, writer)):
+            if readable_tags(writer.repository):
+                self.offer_records()
             if known is not None and known[0] not in origins(self.repository):
                 self._wake(forced=True)  # the run before was ended before it was copied
             return None
+        there = origins(writer.repository)
+        # One that is there and not the newest: the run went back to another, and left that again.
+        again = newest[0] in there
         try:
-            brought = copy_version(self.repository, newest[1], writer)
+            chain = self.repository.chain(newest[1])
+            missing = [m for m in chain if again or Origin.of(m) not in there]
+            # The first of several would be the newest of the repository if another is damaged.
+            if known is not None and len(missing) > 1 and not is_intact(self.repository, newest[1]):
+                raise DamageError("a file does not match its digest", name=chain[-1].name)
+            brought = copy_version(self.repository, newest[1], writer, again=again)
         except DamageError as error:
             if known is None:
                 raise DamageError(
@@ -247,7 +274,15 @@ class Mirror:
             )
             return None
         self._has = brought.version
+        take_tags(self.repository, writer.repository)
         return brought
+
+    def bring_named(self, name: str, writer: Writer) -> Manifest | None:
+        """Copies the version of a name back; None if the mirror has none of that name."""
+        found = readable_tags(self.repository).get(name)
+        if found is None or origin_of(self.repository, found) is None:
+            return None
+        return copy_version(self.repository, found, writer)
 
     def _ahead(
         self, newest: tuple[Origin, VersionId], known: tuple[Origin, VersionId], writer: Writer
@@ -279,18 +314,17 @@ class Mirror:
         """What versions say that are written while this process has the mirror."""
         return {"mirror": {"repository": self.repository.id, "epoch": self._writer.epoch}}
 
-    def bring_again(self, writer: Writer) -> Manifest | None:
-        """Copies the newest whole version back beside its damaged double; None if it has none."""
-        newest, known = newest_origin(self.repository), newest_origin(writer.repository)
-        if newest is None or known is None or newest[0] != known[0]:
-            return None
-        return copy_version(self.repository, newest[1], writer, again=True)
-
     # -- beside a run ----------------------------------------------------------------------------
 
     def offer(self) -> None:
         """A whole version is committed: it is copied if one is due. In any case the thread looks
         whether another process has the mirror: the sooner this one stops the better."""
+        self._wake()
+
+    def offer_records(self) -> None:
+        """The run was restored, or a version was named: that goes to the mirror whether a copy is
+        due or not."""
+        self._records_asked += 1
         self._wake()
 
     def _due(self, step: int) -> bool:
@@ -307,23 +341,26 @@ class Mirror:
     def _copy_newest(self) -> float | None:
         assert self._source is not None
         asked, given_up = self._asked, self._given_up  # before the newest version is looked up
+        records_asked = self._records_asked
         newest = self._newest()
         if newest is None or self._fenced is not None or given_up.is_set():
             return None
-        started = self._clock.monotonic()
-        before = self._writer.newest
         try:
             self._writer.check()
-            if asked == self._answered and not self._due(self._source.manifest(newest).step):
-                self._in_a_row = 0
-                return None
-            copied = copy_version(
-                self._source, newest, self._writer, cancelled=given_up,
-                passing=partial(self._bandwidth.passing, cancelled=given_up),
-            )  # fmt: skip
-            self._answered = asked
-            self._note(newest, copied, before, started)
-            self._collector.collect()
+            # Before any version that was saved after them.
+            if records_asked != self._records_answered:
+                self._with_room(partial(copy_restores, self._source, self.repository))
+            named = readable_tags(self._source)
+            wanted = self._named_and_missing(named)
+            due = asked != self._answered or self._due(self._source.manifest(newest).step)
+            for version in [*wanted, newest] if due and newest not in wanted else wanted:
+                self._copy(version, given_up)
+                self._copy_tags(named)
+            self._copy_tags(named)
+            self._named = named
+            self._answer(asked if due else self._answered, records_asked)
+            if due or wanted:
+                self._collect()
         except CancelledError:
             pass
         except FencedError as error:
@@ -331,6 +368,77 @@ class Mirror:
                 self._fenced = error
                 self._worker.changed.notify_all()
         return None
+
+    def _copy(self, version: VersionId, given_up: threading.Event) -> None:
+        assert self._source is not None
+        started, before = self._clock.monotonic(), self._writer.newest
+        copy = partial(
+            copy_version, self._source, version, self._writer, cancelled=given_up,
+            passing=partial(self._bandwidth.passing, cancelled=given_up),
+        )  # fmt: skip
+        self._note(version, self._with_room(copy), before, started)
+
+    def _with_room(self, copy: Callable[[], _T]) -> _T:
+        try:
+            return copy()
+        except FullError:
+            if not self._made_room():
+                raise
+            return copy()
+
+    def _answer(self, asked: int, records_asked: int) -> None:
+        with self._worker.changed:
+            self._answered, self._records_answered, self._in_a_row = asked, records_asked, 0
+            self._worker.changed.notify_all()
+
+    def _named_and_missing(self, named: dict[str, VersionId]) -> list[VersionId]:
+        """Versions with a name that the mirror lacks and can still take, oldest first. Each copy is
+        the newest there, so that none is made of what came before the newest."""
+        assert self._source is not None
+        if named == self._named:
+            return []
+        there, standing = origins(self.repository), frozenset(self._source.versions())
+        found: list[VersionId] = []
+        for name, version in sorted(named.items(), key=lambda tag: tag[1]):
+            origin = origin_of(self._source, version) if version in standing else None
+            if origin is None or origin in there or version in {*found, *self._left_out}:
+                continue
+            if self._has is not None and version < self._has:
+                self._left_out.add(version)
+                warnings.warn(
+                    f"version {version.number}, which {name!r} names, is not in {self._store.url} "
+                    "and older than what is there: it was not copied, and its name neither; to "
+                    "have it in a second place, `emberkeep fork` it",
+                    stacklevel=1,
+                )
+            elif self._source.manifest(version).whole:
+                found.append(version)
+        return found
+
+    def _copy_tags(self, named: dict[str, VersionId]) -> None:
+        assert self._source is not None
+        if named != self._named:
+            self._with_room(partial(copy_tags, self._source, self.repository, move=True))
+
+    def _made_room(self) -> bool:
+        """Whether what has come of age since the last copy could be removed."""
+        try:
+            return self._collector.collect().nbytes > 0
+        except FencedError:
+            raise
+        except EmberkeepError:  # that the place is full says enough
+            return False
+
+    def _collect(self) -> None:
+        try:
+            self._collector.collect()
+        except FencedError:
+            raise
+        except Exception as error:
+            # They stay a little longer; the copy is not in doubt.
+            warnings.warn(
+                f"old versions of {self._store.url} could not be removed: {error}", stacklevel=1
+            )
 
     def _note(
         self, version: VersionId, copied: Manifest, before: VersionId | None, started: float
@@ -341,12 +449,12 @@ class Mirror:
             if before is None or manifest.version > before
         )
         with self._worker.changed:
-            self._copied += copied.version != before
+            self._copied += copied.version == self._writer.newest != before
             self._copied_nbytes += nbytes
             self._step, self._copied_at, self._in_a_row = copied.step, started, 0
             self._has = version
             self._worker.changed.notify_all()
-        if copied.version == before:
+        if copied.version != self._writer.newest or copied.version == before:
             return
         self._on_event(
             "mirrored",
@@ -400,11 +508,12 @@ class Mirror:
         patience = _PATIENCE if patience is None else patience
         ends = self._clock.monotonic() + patience.total_seconds()
         wanted = self._newest()
-        if wanted is not None and self._fenced is None and self._has != wanted:
+        if wanted is not None and self._fenced is None and not self._up_to_date(wanted):
             self._in_a_row = 0
             self._wake(forced=True)
             self._wait_for(wanted, ends)
-            if self._has != wanted and self._fenced is None:  # else another process has the run
+            # Else another process has the run.
+            if not self._up_to_date(wanted) and self._fenced is None:
                 self._warn_behind(wanted)
         self._ended = True
         self._worker.stop()
@@ -413,6 +522,9 @@ class Mirror:
         left = timedelta(seconds=max(0.0, ends - self._clock.monotonic()))
         with suppress(DeadlineError):
             self._worker.join(min(_LAST_PATIENCE, left))
+
+    def _up_to_date(self, wanted: VersionId) -> bool:
+        return self._has == wanted and self._records_asked == self._records_answered
 
     def _wait_for(self, wanted: VersionId, ends: float) -> None:
         """Until the version is in the mirror; gives its copy up at `ends`, or `grace` after the
@@ -427,7 +539,7 @@ class Mirror:
             look = timedelta(seconds=max(0.0, min(_LOOK_SECONDS, ends - now)))
             try:
                 self._worker.wait(
-                    lambda: self._has == wanted or self._hopeless,
+                    lambda: self._up_to_date(wanted) or self._hopeless,
                     f"the copy of version {wanted.number} to {self._store.url}",
                     look,
                 )
@@ -436,11 +548,20 @@ class Mirror:
                 if self._clock.monotonic() >= ends:
                     self.give_up()
                     return
+                if self._in_a_row:  # the pauses of a long failure are not for the end of a run
+                    self._worker.wake()
 
     def _warn_behind(self, wanted: VersionId) -> None:
         assert self._source is not None
         has = "no version" if self._step is None else f"step {self._step}"
         step = self._source.manifest(wanted).step
+        if self._has == wanted:
+            warnings.warn(
+                f"{self.repository.store.url} has every version, but not all that was recorded of "
+                "restores and names of versions: start the run again to have it copied",
+                stacklevel=3,
+            )
+            return
         warnings.warn(
             f"{self.repository.store.url} has {has}, and the repository step {step}, version "
             f"{wanted.number}: the copy was not made; start the run again to have it made, or "
@@ -459,34 +580,3 @@ class Mirror:
 
     def lift_limit(self) -> None:
         self._bandwidth.lift()
-
-
-def mirror_of(
-    where: str | os.PathLike[str] | BlobStore | None, every: Interval | None, beside: BlobStore,
-    schema: Callable[[], Json], strategy: Strategy, settings: SaveSettings, *, exclusive: bool,
-    on_event: Hear, clock: Clock,
-) -> Callable[..., Mirror] | None:  # fmt: skip
-    """What opens the mirror of a keeper; None without one. Refuses what cannot be mirrored."""
-    if where is None:
-        if every is not None:
-            raise ConfigError("mirror_every= is for a mirror: give mirror= too")
-        if settings.mirror_mb_per_second is not None:
-            raise ConfigError("mirror_mb_per_second is for a mirror: give mirror= too")
-        return None
-    if not where or (not isinstance(where, str | os.PathLike) and not hasattr(where, "put")):
-        raise ConfigError(f"mirror={where!r} is no place: give a path, a URL or a store")
-    store = open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
-    if store is beside or (store is not where and store.url == beside.url):
-        raise ConfigError(f"the mirror of {beside.url} is the same place: choose another")
-    refuse_nested(store.url, beside.url)
-    if strategy.spec.layout == "grid":
-        raise ConfigError(
-            "a grid cannot be mirrored: its rows move between the files of its versions; choose "
-            "another layout, leave mirror= out, or copy single versions with `emberkeep fork`"
-        )
-    return partial(
-        Mirror, store,
-        every=None if every is None else schedule(every, name="mirror_every"), schema=schema(),
-        retention=strategy.retention, settings=settings, exclusive=exclusive, on_event=on_event,
-        clock=clock,
-    )  # fmt: skip

@@ -9,8 +9,8 @@ from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError
-from emberkeep.keeper.mirror import mirror_of
 from emberkeep.keeper.model_parts import Parts
+from emberkeep.keeper.open_mirror import mirror_of
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import Hear, RunSaver

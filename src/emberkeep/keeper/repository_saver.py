@@ -18,7 +18,7 @@ from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
 from emberkeep.checkpoint.target_view import view_of
 from emberkeep.checkpoint.targets import Subject
-from emberkeep.checkpoint.widths import Widths
+from emberkeep.checkpoint.widths import Widths, is_lossy
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
@@ -31,6 +31,7 @@ from emberkeep.keeper.adopted_rows import (
     take_adopted,
 )
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
+from emberkeep.keeper.mirror_repair import candidates, repaired
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
@@ -112,6 +113,7 @@ class RepositorySaver(Checkpointer):
         """How long the end of the run waits for the mirror at most; None: as long as it copies."""
         if copies is not None:
             brought = copies.bring_newer(self.writer)
+            self._restores = repository.restore_counts()  # those that were made elsewhere, too
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
@@ -124,9 +126,12 @@ class RepositorySaver(Checkpointer):
 
     @property
     def exact(self) -> bool:
-        """Whether the newest version holds what was trained, to the bit. A plan may have taken
-        bits away since it was written."""
-        return not self.spec.lossy and not self._chain.lossy
+        """Whether the newest version holds what was trained, to the bit: how it was stored counts,
+        not what the strategy may come to."""
+        saving = self._saving
+        if saving is None or not saving.committed.done() or saving.committed.exception():
+            return not self._loses()
+        return not is_lossy([saving.committed.result()], self.repository.tables)
 
     def follow(self, spec: VersionSpec) -> None:
         self.spec = spec
@@ -162,6 +167,8 @@ class RepositorySaver(Checkpointer):
         else:
             chosen = self.repository.named(version)
         self.repository.tag(name, chosen, move=True)
+        if self._mirror is not None:
+            self._mirror.offer_records()
         return self.repository.manifest(chosen)
 
     def went_back_to(self, version: VersionId) -> None:
@@ -199,22 +206,25 @@ class RepositorySaver(Checkpointer):
         drop_adopted(self.subject)
         self._tell_run("")  # before they are loaded, until it is known what they are
         if isinstance(version, str) and not version.isdigit():
-            version = self.repository.named(version).number
+            version = self._named(version).number
         number = None if version is None else int(version)
 
-        def restore(fall_back: bool) -> Restored | None:
-            return self.restore(
-                number, fall_back=fall_back, fits=lambda found: _check_fit(found, fits)
-            )
-
-        again = None if version is not None else self._mirror
-        try:
+        def restore(number: int | None) -> Restored | None:
             # What the mirror has intact is not passed over.
-            restored = restore(fall_back and again is None)
+            return self.restore(
+                number, fall_back=fall_back and mirror is None,
+                fits=lambda found: _check_fit(found, fits),
+            )  # fmt: skip
+
+        mirror = None if version is not None else self._mirror
+        try:
+            restored = restore(number)
         except DamageError as error:
-            if again is None or not (self._bring_again(again, error) or fall_back):
+            if mirror is None:
                 raise
-            restored = restore(fall_back)
+            restored = self._restore_from_both(mirror.repository, error, restore, fall_back)
+        if restored is not None and self._mirror is not None:
+            self._mirror.offer_records()
         self._tell_run()
         if restored is None:
             self._begin_new()
@@ -246,21 +256,51 @@ class RepositorySaver(Checkpointer):
 
     # -- the mirror ------------------------------------------------------------------------------
 
-    def _bring_again(self, mirror: Mirror, error: DamageError) -> bool:
-        """Copies the newest version, which is damaged, from the mirror; whether it has it."""
+    def _named(self, name: str) -> VersionId:
+        """The version of a name; one that the mirror alone has is brought from there."""
         try:
-            brought = mirror.bring_again(self.writer)
-        except DamageError as second:
-            warnings.warn(f"{error}; so is the copy in the mirror: {second}", stacklevel=6)
-            return False
-        if brought is None:
-            return False
-        warnings.warn(
-            f"{error}; it was copied from the mirror again, as version {brought.version.number}",
-            stacklevel=6,
-        )
-        self._tell("brought_from_mirror", _brought(brought))
-        return True
+            return self.repository.named(name)
+        except NoVersionError:
+            brought = None if self._mirror is None else self._mirror.bring_named(name, self.writer)
+            if brought is None:
+                raise
+            self.repository.tag(name, brought.version, move=True)
+            self._tell("brought_from_mirror", _brought(brought))
+            return brought.version
+
+    def _restore_from_both(
+        self, mirror: Repository, error: DamageError,
+        restore: Callable[[int | None], Restored | None], fall_back: bool,
+    ) -> Restored | None:  # fmt: skip
+        """Brings the newest version back although it is damaged here, if the mirror has what is
+        missing; with `fall_back` the newest that is intact in either place, or in both together."""
+        lost: list[VersionId] = []
+        for number, candidate in enumerate(candidates(self.repository, mirror)):
+            damage = error
+            if number and candidate.here is not None:
+                try:
+                    restored = restore(candidate.here.number)
+                    return restored and replace(restored, lost=tuple(lost))
+                except DamageError as another:
+                    damage = another
+            found = repaired(candidate, mirror, self.writer)
+            if found is not None:
+                manifest = self.repository.manifest(found)
+                warnings.warn(
+                    f"{damage}; version {found.number} (step {manifest.step}) was repaired from "
+                    f"the mirror {mirror.store.url}, and the run goes on from it",
+                    stacklevel=6,
+                )
+                self._tell("brought_from_mirror", _brought(manifest))
+                restored = restore(found.number)
+                return restored and replace(restored, lost=tuple(lost))
+            if candidate.there is not None:
+                warnings.warn(f"{damage}; so is the copy in the mirror", stacklevel=6)
+            if candidate.here is not None:
+                lost.append(candidate.here)
+            if not fall_back:
+                break
+        raise error
 
     def _tell_saved(
         self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
@@ -286,7 +326,9 @@ class RepositorySaver(Checkpointer):
             self._mirror.finish(self.patience)
 
     def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
-        """Once `stopping` holds, the end of the run waits for the mirror for `grace` at most."""
+        """Once `stopping` holds, calls that wait for a save lift its limits, and the end of a run
+        waits for the mirror for `grace` at most."""
+        self.stopping = stopping
         if self._mirror is not None:
             self._mirror.stopping, self._mirror.grace = stopping, grace
 
@@ -294,9 +336,13 @@ class RepositorySaver(Checkpointer):
         if self._mirror is not None:
             self._mirror.finish(left)
 
-    def hurry(self) -> None:
-        self._bandwidth.lift()
-        self._budget.lift()
+    def give_up(self) -> None:
+        self.cancel()
+        if self._mirror is not None:
+            self._mirror.give_up()
+
+    def _lift_limits(self) -> None:
+        super()._lift_limits()
         if self._mirror is not None:
             self._mirror.lift_limit()
 
@@ -310,6 +356,8 @@ class RepositorySaver(Checkpointer):
         manifest = found[-1] if found else None
         if manifest is not None:
             self.count_restore(manifest.version)
+            if self._mirror is not None:
+                self._mirror.offer_records()
         return manifest
 
     def kept_nbytes(self) -> int:

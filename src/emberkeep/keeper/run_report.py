@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.cluster.protected_cluster import tier_use
 from emberkeep.keeper.costs import Costs, Ledger
+from emberkeep.keeper.interval import Limit
 from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.keeper.model_parts import Parts
 from emberkeep.keeper.recoverer import Recoverer, Recoveries
@@ -35,6 +37,13 @@ class RunReport:
     _on_event: Callable[[str, Json], object] | None
     _clock: Clock
     _closed: bool
+    _limit: Limit
+
+    @property
+    def shortest_interval(self) -> timedelta | None:
+        """How long a version of all rows takes at most to write, and what is saved beside them:
+        one can be taken no more often. None where bandwidth is not limited."""
+        return self._limit.shortest
 
     @property
     def durable(self) -> int | None:
@@ -94,6 +103,21 @@ class RunReport:
     @property
     def metrics_port(self) -> int | None:
         return None if self._server is None else self._server.port
+
+    def _holds_run(self) -> bool:
+        return self._saver is not None and self._saver.holds_run()
+
+    def _url(self) -> str:
+        assert self._saver is not None
+        return self._saver.url
+
+    def _risk(self) -> int | None:
+        return None if self._recoverer is None else self._recoverer.risk()
+
+    def _counters(self) -> Json:
+        losses = {} if self._recoverer is None else self._recoverer.counters()
+        plans = {} if self._planner is None else self._planner.counters()
+        return {**self._ledger.counters(), **losses, **plans}
 
     def _tell(self, event: str, details: Json) -> None:
         if self._planner is not None:

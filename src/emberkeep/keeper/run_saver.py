@@ -113,10 +113,15 @@ class RunSaver(Protocol):
     def check(self) -> None:
         """Raises what went wrong in the background."""
 
-    def make_room(self) -> None: ...
+    def make_room(self) -> None:
+        """Returns when the next save may begin, or the process is being stopped."""
 
     def cancel(self) -> None:
         """Gives up the save under way, unless it is about to be durable."""
+
+    def give_up(self) -> None:
+        """The process ends at once: whatever is being written is given up, copies to a mirror
+        too, and nobody waits for it."""
 
     def hurry(self) -> None:
         """The process is being stopped: no limit of bandwidth holds from now on."""
@@ -128,6 +133,9 @@ class RunSaver(Protocol):
         """Raises `StateError` in a thread that saves, which would wait for itself."""
 
     def join(self, timeout: timedelta | None = None) -> bool: ...
+
+    def join_unless_stopping(self) -> bool:
+        """`join`, given up once the process is being stopped: whether no save is under way."""
 
     def learn_outcome(self) -> None:
         """Returns when it is known what became of every save, also of one under way and of one

@@ -214,6 +214,10 @@ class TierSaver(BackgroundSaver[DurableStep]):
         finally:
             self._deciding.release()
 
+    def give_up(self) -> None:
+        self.cancel()
+        self.join()  # else files might be closed while they are committed
+
     def check(self, least: int | None = None) -> None:
         failures = self._failures = [*self._failures, *self._unseen()]
         grave = [error for error in failures if not isinstance(error, StorageError)]

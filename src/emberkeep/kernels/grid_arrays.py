@@ -114,11 +114,14 @@ def sum_of_rows(tables: I32, ids: I64, sums_R: U64) -> np.uint64:
 
 
 @kernel
-def claim_ids(starts_G: I64, counts_G: I64, ids: I64, rows_H: I64, kept: Bools) -> None:
-    """Keeps the first of equal ids, group after group, whatever ids there are; `rows_H` is a power
-    of two, all -1, larger than the ids are many."""
+def claim_ids(
+    starts_G: I64, counts_G: I64, ids: I64, rows_H: I64, kept: Bools, kept_G: I64
+) -> None:  # fmt: skip
+    """Keeps the first of equal ids, group after group, whatever ids there are, and counts them;
+    `rows_H` is a power of two, all -1, larger than the ids are many."""
     mask = _u64(rows_H.size - 1)
     for g in range(starts_G.size):
+        found = np.int64(0)
         for i in range(starts_G[g], starts_G[g] + counts_G[g]):
             at = np.int64(hash_id(ids[i]) & mask)
             while rows_H[at] >= 0 and ids[rows_H[at]] != ids[i]:
@@ -126,3 +129,5 @@ def claim_ids(starts_G: I64, counts_G: I64, ids: I64, rows_H: I64, kept: Bools) 
             if rows_H[at] < 0:
                 rows_H[at] = i
                 kept[i] = True
+                found += 1
+        kept_G[g] = found

@@ -449,7 +449,7 @@ class RowModule(nn.Module):
             try:
                 steps = steps_of(table, saved)
                 ids, planes = ids_and_planes(table, saved, shapes)
-                self._replace_rows(table.name, ids, planes)
+                self._replace_rows(table, ids, planes, shapes)
             except (StateError, IdError, TableFullError) as error:
                 error_msgs.append(str(error))
                 continue
@@ -463,15 +463,24 @@ class RowModule(nn.Module):
                 key for key in state_dict if key.startswith(prefix) and key not in taken
             )
 
-    def _replace_rows(self, table: str, ids: I64, planes: dict[str, Any]) -> None:
-        """Planes that are not given start as new."""
-        before = self.cluster.read_all(table)
-        self.cluster.delete(table, before[0])
+    def _replace_rows(
+        self, table: Table, ids: I64, planes: dict[str, Any], shapes: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Planes that are not given start as new. All that is needed is there before the first row
+        goes; where that does not end well, rows are as they were."""
+        name, optimizer = table.name, table.trained_by(self.cluster.optimizer)
+        new = {
+            plane: np.full((len(ids), width), optimizer.initial(plane), kind)
+            for plane, (width, kind) in shapes.items()
+            if plane not in planes
+        }
+        before = self.cluster.read_all(name)
         try:
-            self.cluster.install(table, ids, {**self.cluster.read(table, ids), **planes})
+            self.cluster.delete(name, before[0])
+            self.cluster.install(name, ids, {**new, **planes})
         except BaseException:  # of several shards some may have taken theirs
-            self.cluster.delete(table, self.cluster.touched_ids(table))
-            self.cluster.install(table, *before)
+            self.cluster.delete(name, self.cluster.touched_ids(name))
+            self.cluster.install(name, *before)
             raise
 
     def _origin(self, table: Table) -> Tensor:

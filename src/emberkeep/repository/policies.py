@@ -12,7 +12,6 @@ from emberkeep.errors import ConfigError
 Layout = Literal["full", "one_shot", "intermittent", "consecutive", "grid"]
 LAYOUTS: tuple[Layout, ...] = ("full", "one_shot", "intermittent", "consecutive", "grid")
 Predictor = Literal["growth", "paper"]
-PREDICTORS: tuple[Predictor, ...] = ("growth", "paper")
 
 # Up to how many restores each bit-width keeps the loss of accuracy negligible (Check-N-Run, 6.2).
 RESTORES_OF_BITS = ((1, 2), (3, 3), (20, 4))

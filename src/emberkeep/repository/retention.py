@@ -22,7 +22,8 @@ class VersionFacts:
     version: VersionId
     tags: tuple[str, ...] = ()
     age: timedelta = timedelta(0)
-    """Since its manifest was put, by the clock of the store."""
+    """Since its manifest was put, by the clock of the store; of a copy, since what it is a copy of
+    was made."""
 
 
 class RetentionPolicy(Protocol):

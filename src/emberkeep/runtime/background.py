@@ -65,7 +65,9 @@ class Worker:
     - is kept in `error`, with the time of the first of its kind in `failed_since`, until a step
       succeeds: a step is repeated as `retry` says. Without `retry`, when its limit is reached, or
       after a `StoppedError` the loop has stopped: `check`, `wait` and `close` raise that from
-      then on, and `background_stopped_since_seconds` says so. Errors of a task end nothing.
+      then on, and `background_stopped_since_seconds` says so. Errors of a task end nothing. A
+      thread that dies, be it at its start, has stopped, too; tasks that it has not started end with
+      that error, and the next one is another thread's.
 
     `wait` and `close` end: in time, with the error that stopped the thread, or with a
     `DeadlineError` that names what was waited for. A `step` or `on_error` that is a bound method
@@ -140,6 +142,7 @@ class Worker:
             self._renew(threading.Condition())
         with self.changed:
             if self._thread.ending:  # it may have looked for tasks for the last time
+                background_failures.forget(self._thread)
                 self._renew(self.changed)
             thread = self._thread
             if thread.ident is None:
@@ -157,16 +160,26 @@ class Worker:
                 "more: save what is in memory, remove the cause, and start again"
             ) from error
 
-    def wait(self, until: Callable[[], bool], what: str, deadline: timedelta) -> None:
-        """Returns once `until` holds, which is looked at whenever `changed` is notified."""
+    def wait(
+        self, until: Callable[[], bool], what: str, deadline: timedelta, *,
+        looks: timedelta | None = None,
+    ) -> None:  # fmt: skip
+        """Returns once `until` holds, which is looked at whenever `changed` is notified, and with
+        `looks` that often, too."""
+        seconds = deadline.total_seconds()
+        end = self._clock.monotonic() + seconds
         with self.changed:
-            if not self._clock.wait_for(
-                self.changed, lambda: until() or self.stopped, deadline.total_seconds()
-            ):
-                raise DeadlineError(
-                    f"waited {deadline.total_seconds():g} s for {what}, which {self.name} has not "
-                    "done; it is still at work, or hangs: look at what it works on, and try again"
-                )
+            while not self._clock.wait_for(
+                self.changed, lambda: until() or self.stopped,
+                seconds if looks is None else min(seconds, looks.total_seconds()),
+            ):  # fmt: skip
+                seconds = end - self._clock.monotonic()
+                if looks is None or seconds <= 0:
+                    raise DeadlineError(
+                        f"waited {deadline.total_seconds():g} s for {what}, which {self.name} has "
+                        "not done; it is still at work, or hangs: look at what it works on, and "
+                        "try again"
+                    )
             if not until():
                 self.check()
 
@@ -227,15 +240,28 @@ class _Thread(threading.Thread):
         background_failures.forget(self)  # nobody counts on it any more
 
     def run(self) -> None:
-        with suppress(OSError):
-            be_nice(self._nice)
         seconds: float | None = None
         try:
+            with suppress(OSError):  # it works all the same
+                be_nice(self._nice)
             while self._rest(seconds):
                 seconds = self._run_task() if self.tasks else self._run_step()
         except BaseException as error:  # of this class itself: nobody would hear of it
-            self.fail(error, final=True)
+            self._die(error)
         _threads.discard(self)
+
+    def _die(self, error: BaseException) -> None:
+        """Nobody does what is queued any more: those who wait for it hear of the error."""
+        try:
+            self.fail(error, final=True)
+        finally:
+            with self.changed:
+                self.stopped = self.ending = True
+                left = [ended for _, ended in self.tasks]
+                self.tasks.clear()
+                self.changed.notify_all()
+            for ended in left:
+                self._tell_ended(ended, error)
 
     def _rest(self, seconds: float | None) -> bool:
         """Waits until there is something to do; whether there is."""
@@ -257,13 +283,16 @@ class _Thread(threading.Thread):
         # Before anybody hears of it: what a task held would else be freed while the interpreter
         # ends, and a tensor that is freed then ends the process with an abort.
         del task
+        self._tell_ended(ended, error)
+        return None
+
+    def _tell_ended(self, ended: Ended, error: BaseException | None) -> None:
         try:
             ended(error)
         except BaseException as raised:
             self.error = self._noted(raised)
             with suppress(BaseException):
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self)))
-        return None
 
     def _noted(self, error: BaseException) -> BaseException:
         """Counts an error and drops what its frames hold. Raises nothing: where there is no memory

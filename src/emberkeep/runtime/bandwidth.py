@@ -75,6 +75,6 @@ class Bandwidth:
             self._changed.notify_all()
 
 
-def check_rate(most_mb_per_second: float | None) -> None:
-    if most_mb_per_second is not None and not 0 < most_mb_per_second < math.inf:
-        raise ConfigError(f"most_mb_per_second must be above 0, not {most_mb_per_second}")
+def check_rate(mb_per_second: float | None, name: str = "most_mb_per_second") -> None:
+    if mb_per_second is not None and not 0 < mb_per_second < math.inf:
+        raise ConfigError(f"{name} must be above 0, not {mb_per_second}")

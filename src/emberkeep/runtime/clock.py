@@ -63,12 +63,16 @@ def wait_in_time(
 ) -> None:
     """Returns once `until` holds, looked at whenever `changed`, which the caller holds, is
     notified. Nobody waits for ever: after `deadline` it is a `DeadlineError` about `what`."""
-    seconds = deadline.total_seconds()
-    if not clock.wait_for(changed, until, seconds):
-        raise DeadlineError(
-            f"waited {seconds:g} s for {what}; it is still under way, or hangs: look at what it "
-            "works on, and try again"
-        )
+    if not clock.wait_for(changed, until, deadline.total_seconds()):
+        raise overdue(what, deadline)
+
+
+def overdue(what: str, deadline: timedelta) -> DeadlineError:
+    """What is said of `what` when it was waited for that long."""
+    return DeadlineError(
+        f"waited {deadline.total_seconds():g} s for {what}; it is still under way, or hangs: look "
+        "at what it works on, and try again"
+    )
 
 
 class Progress:

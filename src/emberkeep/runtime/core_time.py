@@ -87,26 +87,40 @@ class Budget:
         self.share = share
         self._clock = clock
         self._changed = threading.Condition()
+        self._awaited = 0
         self.start()
 
     def start(self) -> None:
         """Nothing is spent yet."""
         self._started, self._spent = self._clock.monotonic(), self.cores.seconds
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Somebody waits for the work in the body: nobody rests meanwhile."""
+        with self._changed:
+            self._awaited += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited -= 1
+
     def rest(self, hurried: Callable[[], bool], cancelled: threading.Event | None = None) -> None:
-        """Returns when what was spent is within the share again, or at once while somebody waits
-        for the work; `CancelledError` if that is given up meanwhile."""
+        """Returns when what was spent is within the share again, or at once while the work is
+        `hurried` or `awaited`; `CancelledError` if that is given up meanwhile."""
         with self._changed:
             while (share := self.share) is not None:
                 spent = self.cores.seconds - self._spent
                 left = self._started + spent / share - self._clock.monotonic()
-                if left <= 0 or hurried():
+                if left <= 0 or self._awaited or hurried():
                     return
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("a save was given up while it rested")
                 self._clock.wait_for(
-                    self._changed, lambda: self.share is None, min(left, _LOOK_SECONDS)
-                )
+                    self._changed, lambda: self.share is None or self._awaited > 0,
+                    min(left, _LOOK_SECONDS),
+                )  # fmt: skip
 
     def lift(self) -> None:
         """From now on there is no limit: a process that is about to be ended has no time for it."""

@@ -17,6 +17,7 @@ from typing import Any
 from emberkeep._types import Json
 from emberkeep.errors import ConfigError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
+from emberkeep.runtime.system_calls import lives
 
 MOST_NBYTES = 4 * 2**20
 """A file that is larger becomes FILE.1, in the place of the one before: a log never takes more than
@@ -79,15 +80,17 @@ class EventLog:
         now and then; does nothing where stderr is not the file beside the log."""
         if self.path is None:
             return
-        path = stderr_beside(self.path)
+        path = str(stderr_beside(self.path))
         try:
-            printed = os.fstat(_STDERR)
-            if printed.st_size <= self._most_nbytes or not os.path.samestat(printed, path.stat()):
+            if os.fstat(_STDERR).st_size <= self._most_nbytes:
                 return
-            os.replace(path, f"{path}.1")
-            file = _open(str(path))
-            os.dup2(file, _STDERR)
-            os.close(file)
+            if not (_is_at(_STDERR, path) or _is_at(_STDERR, f"{path}.1")):
+                return
+            file = _new_file(path, _STDERR)
+            try:
+                os.dup2(file, _STDERR)
+            finally:
+                os.close(file)
         except OSError:
             self.failed += 1
 
@@ -118,9 +121,23 @@ class EventLog:
         """Starts the file again; the one before keeps the lines until the next time."""
         assert self.path is not None
         full = self._file
-        os.replace(self.path, f"{self.path}.1")
-        self._file = _open(self.path)
+        self._file = _new_file(self.path, full)
         os.close(full)
+
+
+def _new_file(path: str, full: int) -> int:
+    """A new file at `path`; the `full` one that is there becomes FILE.1. A call that fails in
+    between is made up for by the next, and by then FILE.1 is not replaced once more."""
+    if _is_at(full, path):
+        os.replace(path, f"{path}.1")
+    return _open(path)
+
+
+def _is_at(file: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _open(path: str) -> int:
@@ -160,13 +177,7 @@ def _of_a_living_process(directory: Path) -> bool:
     parts = directory.name.split("-")
     if len(parts) != 3 or not parts[1].isdigit():
         return True  # not one of these
-    try:
-        os.kill(int(parts[1]), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return lives(int(parts[1]))
 
 
 def last_line(path: str | os.PathLike[str]) -> str:

@@ -55,6 +55,41 @@ def lazy_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]
     return np.frombuffer(area, kind).reshape(shape)
 
 
+def zero_again(part: npt.NDArray[Any]) -> None:
+    """Makes some rows of `lazy_zeros`, neighbours, what they were at first: zeros whose pages exist
+    once they are written. Takes no memory, neither for them nor meanwhile."""
+    content = part.reshape(-1).view(np.uint8)
+    area = _area_of(part)
+    if area is None:
+        content[:] = 0
+        return
+    page = mmap.PAGESIZE
+    start = content.ctypes.data - np.frombuffer(area, np.uint8).ctypes.data
+    first, last = -(-start // page) * page, (start + content.size) // page * page
+    if first < last:
+        try:
+            area.madvise(mmap.MADV_DONTNEED, first, last - first)
+        except OSError:  # pages that were locked into memory stay there
+            content[:] = 0
+            return
+        edges = content[: first - start], content[last - start :]
+    else:
+        edges = content, content[:0]
+    for edge in edges:
+        if edge.any():
+            edge[:] = 0
+
+
+def _area_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+    """The mapping that an array of `lazy_zeros` is a part of, where it is one."""
+    holder: object = array
+    while isinstance(holder, np.ndarray):
+        holder = holder.base
+    if isinstance(holder, memoryview):
+        holder = holder.obj
+    return holder if isinstance(holder, mmap.mmap) else None
+
+
 class _Recycler:
     """Memory that nobody looks at for the moment. Only what was lent keeps it alive."""
 

@@ -251,9 +251,9 @@ _WAKE: tuple[Task, _Join] = (lambda: None, _Join(-1))
 
 
 def _work(shared: _Shared, nice: int, eager: bool) -> None:
-    with suppress(OSError):  # it works all the same
-        be_nice(nice)
     try:
+        with suppress(OSError):  # it works all the same
+            be_nice(nice)
         _work_until_ended(shared, _LOOKS if eager else 1)
     except BaseException:
         shared.ended += 1

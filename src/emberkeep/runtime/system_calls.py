@@ -89,6 +89,17 @@ def rename_new(source: str, target: str) -> None:
         raise OSError(code, os.strerror(code), target)
 
 
+def lives(pid: int) -> bool:
+    """Whether a process of this machine has that id, of any user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
+
+
 def command_line(pid: int) -> bytes:
     """How a process was started; nothing where there is none."""
     if Path("/proc/self").exists():

@@ -6,7 +6,8 @@ Nothing here imports torch, as in `run_config`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from emberkeep import config
@@ -15,7 +16,7 @@ from emberkeep.errors import ConfigError
 
 if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
-    from emberkeep.checkpoint.spec import SaveSettings
+    from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
     from emberkeep.strategies import Strategy
 
 # fmt: off
@@ -171,14 +172,11 @@ class CheckpointSettings:
                 if getattr(self, key) is not None:
                     raise ConfigError(f'{key} is for recovery = "auto"')
         else:
-            chosen = ("bits", "expected_restores", "job_duration", "accuracy_budget", "bins",
-                      "range_ratio", "keep_for", "drop_after")
-            if self.layout != "intermittent" or any(
-                getattr(self, key) is not None for key in chosen
-            ) or self.quantize_optimizer or self.predictor != "growth":
+            chosen = (*_of_specs(), "job_duration", "keep_for", "drop_after")
+            usual = {known.name: known.default for known in fields(self)}
+            if any(getattr(self, key) != usual[key] for key in chosen):
                 raise ConfigError('recovery = "auto" chooses layout and bits itself, and keeps the '
-                                  f"newest: leave out layout, predictor, quantize_optimizer, "
-                                  f"{', '.join(chosen)}")
+                                  f"newest: leave out {', '.join(chosen)}")
         if self.recovery != "partial":
             for key in ("pls", "accuracy_loss", "most_pls"):
                 if getattr(self, key) is not None:
@@ -224,8 +222,6 @@ class CheckpointSettings:
                 pls=self.pls,
                 accuracy_loss=self.accuracy_loss,
                 slope=self.slope,
-                layout=self.layout,
-                bits=self.bits,
                 priority=self.priority,
                 fraction=self.fraction,
                 period=self.period,
@@ -235,29 +231,24 @@ class CheckpointSettings:
             rounds = 1 if strategy.spec.priority is None else strategy.spec.priority.rounds
             return replace(
                 strategy,
-                spec=replace(
-                    strategy.spec, predictor=self.predictor, bins=self.bins,
-                    range_ratio=self.range_ratio, quantize_optimizer=self.quantize_optimizer,
-                ),
+                spec=self._as_set(strategy.spec),
                 retention=retention(
                     self.keep * rounds, keep_for=self.keep_for, drop_after=self.drop_after
                 ),
             )
-        return incremental(
+        strategy = incremental(
             every=every,
-            layout=self.layout,
-            predictor=self.predictor,
-            bits=self.bits,
-            expected_restores=self._expected(),
-            accuracy_budget=self.accuracy_budget,
-            quantize_optimizer=self.quantize_optimizer,
-            bins=self.bins,
-            range_ratio=self.range_ratio,
             keep=self.keep,
             keep_for=self.keep_for,
             drop_after=self.drop_after,
             recovery=self.recovery,
         )
+        return replace(strategy, spec=self._as_set(strategy.spec))
+
+    def _as_set(self, spec: VersionSpec) -> VersionSpec:
+        """With every field that is a setting too as it is set."""
+        chosen = {name: getattr(self, name) for name in _of_specs()}
+        return replace(spec, **{**chosen, "expected_restores": self._expected()})
 
     def _expected(self) -> int | None:
         """How many restores are expected: as it is set, or from the failures of the job."""
@@ -274,10 +265,13 @@ class CheckpointSettings:
         times = []
         for key in ("job_duration", "mtbf"):
             try:
-                times.append(config.duration(getattr(self, key)))
+                time = config.duration(getattr(self, key))
             except ValueError:
+                time = timedelta(0)
+            if not time:
                 raise ConfigError(
-                    f"{key} is a duration such as 36h or 5d, not {getattr(self, key)!r}") from None
+                    f"{key} is a duration such as 36h or 5d, not {getattr(self, key)!r}")
+            times.append(time)
         return expected_restores(*times)
 
     def saving(self) -> SaveSettings | None:
@@ -292,5 +286,14 @@ class CheckpointSettings:
             read_nbytes=None if self.read_mb is None else self.read_mb * 2**20,
         )
         return None if settings == SaveSettings() else settings
+
+
+def _of_specs() -> list[str]:
+    """The settings that are fields of `VersionSpec`, of the same name; a priority is made of
+    several."""
+    from emberkeep.checkpoint.spec import VersionSpec
+
+    own = {known.name for known in fields(CheckpointSettings)}
+    return [known.name for known in fields(VersionSpec) if known.name in own - {"priority"}]
 
 # fmt: on

@@ -37,7 +37,7 @@ from emberkeep.train.hooks import Hook, Start, Step
 from emberkeep.train.kept_run import Keeping, Progress
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig
-from emberkeep.train.width_calibration import calibrate_when_due
+from emberkeep.train.width_calibration import calibrate_when_due, check_calibration
 
 
 def run(
@@ -169,6 +169,8 @@ def fit(
     count = samples.count() or 0
     steps = -(-count // batch_size) if world == 1 else count // batch_size
     progress = Progress(steps)
+    if keeping is not None:
+        check_calibration(keeping.settings.checkpoint, steps)
     with ExitStack() as stack:
         reader = stack.enter_context(
             Reader(

@@ -23,14 +23,31 @@ _TRIAL_STEPS = 8
 Loss = Callable[[Batch], torch.Tensor]
 
 
+def check_calibration(given: CheckpointSettings, total: int) -> None:
+    """Refuses what would find out at the end of a run of `total` steps, or never, that no samples
+    are left to measure on."""
+    at = _due_after(given, total)
+    if given.accuracy_budget is not None and at + _TRIAL_STEPS >= total:
+        raise ConfigError(
+            f"widths would be calibrated after step {at} on samples that come then, and the run "
+            f"has {total} steps, of which {_TRIAL_STEPS + 1} are needed: set "
+            "checkpoint.calibrate_at to an earlier step, or checkpoint.bits instead of "
+            "accuracy_budget"
+        )
+
+
+def _due_after(given: CheckpointSettings, total: int) -> int:
+    return given.calibrate_at or max(1, total // 10)
+
+
 def calibrate_when_due(
     keeper: Keeper, given: CheckpointSettings, *, step: int, total: int, samples: Window,
     place: int, batch_size: int, loss_of: Loss, optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:  # fmt: skip
     """Once, after the step that the settings name, or as soon as a run is beyond it. `place` is
     the next sample of `samples`."""
-    at = given.calibrate_at or max(1, total // 10)
-    if given.accuracy_budget is None or step < at or is_calibrated(keeper):
+    due = step >= _due_after(given, total)
+    if given.accuracy_budget is None or not due or is_calibrated(keeper):
         return
     steps = max(1, given.calibration_samples // batch_size)
     ahead = Window(source=samples, start=place)

@@ -275,16 +275,16 @@ def test_saves_that_take_longer_than_the_interval_still_make_versions(
                     raise StorageError("broken")
             return super().put(name, data)
 
-    plain = BackgroundSaver.join
+    plain = BackgroundSaver._join
 
-    def late(self: Any, timeout: timedelta | None = None) -> bool:
+    def late(self: Any, timeout: timedelta | None, *, unless_stopping: bool) -> bool:
         go.release()  # what is written goes on once the next save waits for it
-        ended = plain(self, timeout)
+        ended = plain(self, timeout, unless_stopping=unless_stopping)
         while go.acquire(blocking=False):
             pass
         return ended
 
-    monkeypatch.setattr(BackgroundSaver, "join", late)
+    monkeypatch.setattr(BackgroundSaver, "_join", late)
     store, cluster, random = Slow(), opened([Table("one", rows=50, dim=4)]), np.random.default_rng()
     events: list[tuple[str, Any]] = []
     Repository.create(store, schema=cluster.schema())

@@ -16,7 +16,7 @@ import pytest
 from emberkeep.blobs import LocalStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec, load
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import RemoteRows
+from emberkeep.cluster.remote.remote_rows import RemoteRows
 from emberkeep.errors import CancelledError, SaveError
 from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.repository import Repository

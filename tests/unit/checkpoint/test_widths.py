@@ -15,6 +15,7 @@ from emberkeep.errors import ConfigError, DamageError
 from emberkeep.inspect.summary import codec_text, describe
 from emberkeep.repository import Repository
 from emberkeep.runtime.fields import Fields
+from emberkeep.tables import Adagrad, Adam, RowWiseAdagrad, Table
 from tests.unit.checkpoint.test_saver import opened, started, train
 
 WIDTHS = Widths(
@@ -134,3 +135,23 @@ def test_optimizer_planes_that_no_table_has_change_nothing() -> None:
     assert manifest is not None
     assert manifest.layout["lossy"]
     assert codec_text(keeper.repository, manifest) == "second_moment 8 bits"
+
+
+def test_what_is_stored_is_described_by_the_bits_that_it_takes() -> None:
+    tables = [
+        Table("row_wise", rows=50, dim=6, optimizer=RowWiseAdagrad(lr=0.1)),
+        Table("narrow", rows=50, dim=1, optimizer=Adagrad(lr=0.1)),
+        Table("moments", rows=50, dim=6, optimizer=Adam(lr=0.1)),
+    ]
+    expected = {
+        "row_wise": "weight 4 bits, accumulator 16 bits",
+        "narrow": "accumulator 16 bits",  # its weights would not become smaller
+        "moments": "weight 4 bits, second_moment 8 bits",
+    }
+    for name, text in expected.items():
+        cluster = opened([table for table in tables if table.name == name])
+        keeper = started(cluster, spec=VersionSpec(bits=4, quantize_optimizer=True))
+        keeper.save(1)
+        manifest = keeper.wait()
+        assert manifest is not None
+        assert codec_text(keeper.repository, manifest) == text

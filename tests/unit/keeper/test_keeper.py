@@ -1112,3 +1112,20 @@ def test_what_cannot_be_stored_is_named() -> None:
         pack(torch.eye(2).to_sparse_csr())
     with pytest.raises(DamageError, match="dense state is damaged"):
         Packed.decode(b"\x05\x00\x00\x00\x00\x00\x00\x00{...}")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "versions"),
+    [({"accuracy_budget": 1e-4}, 1), ({"bits": {}}, 1), ({"bits": 4}, 2), ({}, 1)],
+    ids=["uncalibrated", "no table", "rounded", "exact"],
+)  # fmt: skip
+def test_a_state_that_a_version_holds_exactly_is_not_saved_again(
+    chosen: dict[str, Any], versions: int
+) -> None:
+    store, run = MemoryStore(), Run()
+    keeper = run.keeper(store, strategy=ek.incremental(every=1000, keep="all", **chosen))
+    run.step(keeper)
+    keeper.save()
+    keeper.wait()
+    keeper.close()
+    assert len(Repository.open(store).versions()) == versions

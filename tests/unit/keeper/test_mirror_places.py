@@ -33,6 +33,8 @@ def test_a_run_that_went_back_to_an_earlier_version_can_be_closed() -> None:
     first.keeper.close()
     back = Life(local, mirror, strategy=ek.incremental(every=2, keep=5))
     assert back.keeper.resume(version=3).step == 6  # type: ignore[union-attr]
+    mirror_of_it = back.mirror
+    back.wait_for(lambda: mirror_of_it._records_answered == mirror_of_it._records_asked)
     back.mirror._worker.wait = _refuse  # type: ignore[method-assign]
     back.keeper.close(save=False)
     assert steps_in(mirror)[-1] == 8
@@ -190,7 +192,7 @@ def test_what_the_mirror_has_intact_is_not_passed_over(monkeypatch: pytest.Monke
     first.keeper.close()
     _damage(local)
     second = _without_resume(monkeypatch, local, mirror)
-    with pytest.warns(UserWarning, match="copied from the mirror again"):
+    with pytest.warns(UserWarning, match="was repaired from the mirror"):
         resumed = second.keeper.resume(fall_back=True)
     assert resumed is not None
     assert resumed.step == 4

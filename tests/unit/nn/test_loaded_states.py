@@ -10,6 +10,10 @@ import pytest
 import torch
 
 import emberkeep as ek
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.runtime.pool import Pool
+from emberkeep.testing.local_transport import LocalNetwork, LocalServers
+from emberkeep.testing.virtual_clock import VirtualClock
 
 DIM = 2
 
@@ -97,3 +101,60 @@ def test_a_table_within_the_name_of_another_has_rows_of_its_own() -> None:
         assert torch.equal(loaded.rows(name, [i])["weight"], bags.rows(name, [i])["weight"])
     with pytest.raises(RuntimeError, match=r"rows\.a\.c\.weight"):
         loaded.load_state_dict({**state, "rows.a.c.weight": torch.ones(1, DIM)})
+
+
+class _OnNetwork:
+    """Servers in this process, as a place for rows."""
+
+    def __init__(self) -> None:
+        self.network = LocalNetwork(VirtualClock())
+
+    def open(self, tables: Any, optimizer: Any, *, seed: int) -> FlightCluster:
+        return FlightCluster(
+            tables, optimizer, LocalServers(self.network, 2), seed=seed, pool=Pool(1),
+            transport=self.network.transport(), clock=self.network.clock,
+        )  # fmt: skip
+
+
+def test_no_row_goes_before_all_is_there_that_takes_its_place() -> None:
+    """Rows were read from servers when the table was empty already: one that was lost then left it
+    so."""
+    place = _OnNetwork()
+    bags = ek.EmbeddingBags(
+        [ek.Table("t", rows=None, dim=DIM, capacity=90)],
+        optimizer=ek.Adagrad(lr=0.5, initial_accumulator_value=0.25), cluster=place,
+    )  # fmt: skip
+    train(bags, *range(20))
+    state = {"rows.t.ids": torch.arange(5, 30), "rows.t.weight": torch.ones(25, DIM)}
+    place.network.events.clear()
+    bags.load_state_dict(state, strict=False)
+    kinds = [event.kind for event in place.network.events]
+    assert "read" not in kinds[kinds.index("delete") :]
+    assert bags.touched_ids("t").tolist() == [*range(5, 30)]
+    rows = bags.rows("t", range(5, 30))
+    assert torch.equal(rows["weight"], torch.ones(25, DIM))
+    assert torch.equal(rows["accumulator"], torch.full((25, DIM), 0.25))
+    bags.cluster.close()
+
+
+def test_rows_are_as_they_were_where_their_deletion_fails_half_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bags = bags_of(shards=2, capacity=30)
+    train(bags, *range(10))
+    before = weights(bags, *range(10))
+    real, left = bags.cluster.delete, [None]
+
+    def delete(table: str, ids: Any) -> int:
+        if left:
+            left.pop()
+            real(table, ids[::2])
+            raise MemoryError("no room")
+        return real(table, ids)
+
+    monkeypatch.setattr(bags.cluster, "delete", delete)
+    state = {"rows.t.ids": torch.arange(3), "rows.t.weight": torch.ones(3, DIM)}
+    with pytest.raises(MemoryError):
+        bags.load_state_dict(state, strict=False)
+    assert weights(bags, *range(10)) == before
+    assert bags.touched_ids("t").tolist() == [*range(10)]

@@ -54,6 +54,42 @@ def test_an_error_of_any_kind_is_reported_and_ends_nothing(kind: type[BaseExcept
     worker.close()
 
 
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_thread_that_dies_at_its_start_ends_its_tasks(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(_nice: int) -> None:
+        raise kind("on purpose")
+
+    worker = Worker("test-start")
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "be_nice", dies)
+        error = done(worker, Work())
+    if kind is OSError:  # the system may refuse a priority
+        assert error is None
+    else:
+        assert isinstance(error, kind)
+        assert worker.error is error
+        assert background_failures.stopped_since("test-start") is not None
+    assert done(worker, Work()) is None  # by another thread
+    assert background_failures.stopped_since("test-start") is None
+    worker.close()
+
+
+def test_a_loop_that_dies_at_its_start_wakes_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dies(_nice: int) -> None:
+        raise TypeError("on purpose")
+
+    monkeypatch.setattr(background, "be_nice", dies)
+    worker = Worker("test-start", lambda: None)
+    worker.wake()
+    with pytest.raises(StoppedError, match="on purpose"):
+        worker.wait(lambda: False, "what never comes", timedelta(seconds=60))
+    worker.stop()
+
+
 def test_an_error_of_the_callback_is_shown_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

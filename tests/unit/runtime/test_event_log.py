@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,84 @@ def test_what_else_a_process_prints_is_bounded_as_well(tmp_path: Path) -> None:
     assert sizes.keys() == {"server-1.log", "server-1.stderr", "server-1.stderr.1"}
     assert all(size < 1100 for size in sizes.values())
     assert log.failed == 0
+
+
+class Failing:
+    """Calls of `os` that fail so many times, as where there are no descriptors or no space."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+        self._left = times
+        self._real = getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *given: Any) -> Any:
+        if self._left:
+            self._left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._real(*given)
+
+
+@pytest.mark.parametrize("call", ["open", "replace"])
+def test_a_log_that_could_not_begin_again_does_so_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    clock = VirtualClock()
+    log = EventLog(tmp_path / "a.log", most_nbytes=1000, clock=clock)
+    Failing(monkeypatch, call, times=3)
+    for number in range(25):
+        clock.sleep(1)
+        log("event", {"number": number})
+    log.close()
+    assert log.failed == 3
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= 1000
+    found = [*lines_of(tmp_path / "a.log.1"), *lines_of(tmp_path / "a.log")]
+    assert len(found) == 25 - 3
+    assert found[-1]["number"] == 24
+
+
+@pytest.mark.parametrize("gone", ["removed", "moved"])
+def test_a_log_whose_file_somebody_has_taken_away_begins_again(tmp_path: Path, gone: str) -> None:
+    clock = VirtualClock()
+    log = EventLog(tmp_path / "a.log", most_nbytes=1000, clock=clock)
+    log("event", {"number": -1})
+    (tmp_path / "a.log").rename(tmp_path / "elsewhere")
+    if gone == "removed":
+        (tmp_path / "elsewhere").unlink()
+    for number in range(15):
+        clock.sleep(1)
+        log("event", {"number": number})
+    log.close()
+    assert lines_of(tmp_path / "a.log")[-1]["number"] == 14
+    assert log.failed == 0
+
+
+@pytest.mark.parametrize("call", ["open", "replace", "dup2"])
+def test_stderr_that_could_not_begin_again_does_so_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    log = EventLog(tmp_path / "server-1.log", most_nbytes=1000)
+    beside = stderr_beside(tmp_path / "server-1.log")
+    stderr = os.dup(2)
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.dup2(file, 2)
+        with monkeypatch.context() as full:
+            Failing(full, call, times=2)
+            for line in range(100):
+                os.write(2, f"a library says {line:4}\n".encode())
+                log.bound_stderr()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(file)
+    log.close()
+    assert log.failed == 2
+    assert last_line(beside) == "a library says   99"
+    assert all(path.stat().st_size < 1100 for path in tmp_path.iterdir())
+    kept = (Path(f"{beside}.1").read_text() + beside.read_text()).splitlines()
+    assert kept == [f"a library says {line:4}" for line in range(100)][-len(kept) :]
 
 
 def test_a_flood_of_one_event_is_cut_and_counted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is lent, and used again."""
+"""Memory that is lent, and used again; zeros that cost nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 
 from emberkeep.runtime import memory
-from emberkeep.runtime.memory import recycled
+from emberkeep.runtime.memory import lazy_zeros, recycled, zero_again
 
 N = 2**20
 
@@ -74,3 +75,24 @@ def test_buffers_are_kept_between_the_parts_of_a_work() -> None:
         assert len(owner.free) == 1
     del owner
     assert len(memory._recyclers) == before
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 0), (0, 1), (3, 90), (100, 101), (500, 3000), (1, 4999), (0, 5000)]
+)
+def test_rows_are_zeros_again_and_their_neighbours_are_not(first: int, last: int) -> None:
+    for rows in (lazy_zeros((5000, 9), np.uint8), lazy_zeros((5000, 31), np.uint32)):
+        rows[:] = 1
+        zero_again(rows[first:last])
+        assert not rows[first:last].any()
+        assert rows[:first].all()
+        assert rows[last:].all()
+        rows[first:last] = 2
+        assert rows.sum() == rows.size + (last - first) * rows.shape[1]
+
+
+def test_rows_that_are_no_mapping_of_their_own_are_zeros_again() -> None:
+    rows = np.ones((100, 3), np.uint32)
+    zero_again(rows[10:20])
+    assert not rows[10:20].any()
+    assert rows.sum() == 90 * 3

@@ -162,3 +162,19 @@ def test_a_thread_that_dies_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPa
     done: list[int] = []
     pool.run([partial(done.append, i) for i in range(20)])
     assert sorted(done) == list(range(20))
+
+
+def test_a_thread_that_dies_at_its_start_is_counted_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dies(_nice: int) -> None:
+        raise TypeError("on purpose")
+
+    monkeypatch.setattr(pools, "be_nice", dies)
+    shown = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: shown.set())
+    before, done = background_failures.errors("emberkeep-pool"), list[int]()
+    Pool(2, nice=1).run([partial(done.append, i) for i in range(4)])
+    assert shown.wait(60)
+    assert sorted(done) == [0, 1, 2, 3]
+    assert background_failures.errors("emberkeep-pool") > before

@@ -181,3 +181,18 @@ def test_failures_are_read_and_drawn() -> None:
     assert (second.shards, second.step, second.when) == ((0, 3), 100, "push")
     assert len(drawn) == 5
     assert drawn == given.failures.schedule(shards=4, steps=200)[2:]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["job_duration=0s", "mtbf=1h"], r"checkpoint\.job_duration is a duration such as"),
+        (["expected_restores=1", "bits=4"], r"checkpoint: give bits= or expected_restores="),
+        (["bins=4"], r"checkpoint\.bins= and range_ratio= are for"),
+        (["expected_restores=-1"], r"checkpoint\.expected_restores must be 0 or more"),
+    ],
+)
+def test_a_complaint_names_its_key_or_its_section(overrides: list[str], complaint: str) -> None:
+    given = ["checkpoint.path=runs/1", *(f"checkpoint.{each}" for each in overrides)]
+    with pytest.raises(ConfigError, match=complaint):
+        demo(given)

@@ -19,6 +19,8 @@ from emberkeep.runtime.bandwidth import Bandwidth
 
 # A round moves gigabytes; one that takes longer hangs.
 _PATIENCE = timedelta(hours=1)
+# Who waits looks so often whether the process is being stopped.
+_LOOK = timedelta(seconds=0.2)
 
 
 class ExtractionWorker:
@@ -40,8 +42,11 @@ class ExtractionWorker:
         nice: int,
         bandwidth: Bandwidth | None = None,
         holders: Holders = lambda _: None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`holders` says who prepares a round in the part of a shard, if not this process."""
+        """`holders` says who prepares a round in the part of a shard, if not this process. Who
+        waits looks at `stopping`: a process that is being stopped makes no room."""
+        self._stopping = stopping
         self._bandwidth = bandwidth
         self._holders = holders
         self.rules = rules
@@ -76,16 +81,24 @@ class ExtractionWorker:
             return
         start = self._clock.monotonic()
         behind = len(self._waiting)
-        self._worker.wait(
-            lambda: not self._busy or len(self._waiting) <= self.rules.most_behind,
-            f"extraction, which is {behind} versions behind,", _PATIENCE,
-        )  # fmt: skip
+        self._wait(
+            lambda stopping: stopping or len(self._waiting) <= self.rules.most_behind,
+            f"extraction, which is {behind} versions behind,",
+        )
         waited = (self._clock.monotonic() - start) * 1e3
         self._tell("extraction_behind", {"versions": behind, "waited_ms": waited})
 
     def join(self) -> None:
         """Waits until no round is under way."""
-        self._worker.wait(lambda: not self._busy, "a round of extraction", _PATIENCE)
+        self._wait(lambda _stopping: False, "a round of extraction")
+
+    def _wait(self, enough: Callable[[bool], bool], what: str) -> None:
+        """Until no round is under way, or there is `enough`, as far as the process goes on."""
+
+        def ended() -> bool:
+            return enough(self._stopping()) or not self._busy
+
+        self._worker.wait(ended, what, _PATIENCE, looks=_LOOK)
 
     def close(self) -> None:
         """Waits until no round is under way, and ends the thread."""

@@ -167,9 +167,9 @@ class Chosen:
                 if limit is not None and (self.ids[starts].min() < 0 or lasts.max() >= limit):
                     raise _outside(table, limits)
                 size = 1 << int(2 * counts.sum()).bit_length()
-                grid_arrays.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept)
-                before = np.append(0, np.cumsum(self.kept))
-                self.kept_G[groups] = before[starts + counts] - before[starts]
+                found = np.empty(groups.size, np.int64)
+                grid_arrays.claim_ids(starts, counts, self.ids, np.full(size, -1), self.kept, found)
+                self.kept_G[groups] = found
 
     def tombstones(self) -> Iterator[tuple[int, I64]]:
         """Tables with the ids that were deleted and did not come back."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -41,6 +42,7 @@ from emberkeep.repository.grid.catalog import (
 )
 from emberkeep.repository.grid.piece_table import PieceTable
 from emberkeep.repository.history import History
+from emberkeep.repository.maintenance.version_copy import Origin
 from emberkeep.repository.manifest import Manifest, needed_by
 from emberkeep.repository.marks import note_removed, put_mark
 from emberkeep.repository.names import VersionId
@@ -173,7 +175,7 @@ class Collector:
             VersionFacts(
                 version=version,
                 tags=tuple(tag for tag in tags if tags[tag] == version),
-                age=now - history.listing.modified(version),
+                age=now - self._made(version, history),
             )
             for version in standing
         ]
@@ -205,6 +207,15 @@ class Collector:
             for needed in self._needs(version):
                 reasons[needed].append(f"needed by {version.number}")
         return {version: tuple(found) for version, found in reasons.items()}
+
+    def _made(self, version: VersionId, history: History) -> datetime:
+        """When a version was made: a copy is as old as what it is a copy of."""
+        modified = history.listing.modified(version)
+        with suppress(DamageError, NoVersionError):  # one that must be kept is met again
+            manifest = self._manifest(version)
+            if "copied_from" in manifest.described:
+                return min(modified, Origin.of(manifest).created)
+        return modified
 
     def _needs(self, version: VersionId) -> tuple[VersionId, ...]:
         return needed_versions(self._manifest(version), self._covered_by)

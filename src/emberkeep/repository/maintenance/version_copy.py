@@ -126,6 +126,13 @@ def new_nbytes(source: Repository, version: VersionId, target: Repository) -> in
     return sum(m.nbytes for m in source.chain(version) if Origin.of(m) not in there)
 
 
+def copies_in(source: Repository, version: VersionId, target: Repository) -> tuple[VersionId, ...]:
+    """What another repository has of a version and of all that it needs."""
+    there = origins(target)
+    chain = (Origin.of(manifest) for manifest in source.chain(version))
+    return tuple(sorted(there[origin] for origin in chain if origin in there))
+
+
 def copy_version(
     source: Repository,
     version: VersionId,
