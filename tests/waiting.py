@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
+
+from emberkeep.testing.virtual_clock import VirtualClock
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
@@ -12,3 +15,17 @@ def until(condition: Callable[[], object], what: str, seconds: float = 60) -> No
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
         time.sleep(0.001)
+
+
+def passing(
+    clock: VirtualClock, condition: Callable[[], object], what: str, step: timedelta
+) -> None:
+    """As `until`, while time passes in steps. A thread that has just done something may not rest
+    yet: time that passed once, before its pause began, would never end the pause."""
+
+    def holds() -> object:
+        if not (held := condition()):
+            clock.advance(step)
+        return held
+
+    until(holds, what)

@@ -16,7 +16,7 @@ from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import wanted_of
 from tests.faults.test_recovery_interrupted import saved
 from tests.faults.test_servers_return import CODED, DYNAMIC, SHARDS, TIMING, World
-from tests.waiting import until
+from tests.waiting import passing
 
 
 class Troubled:
@@ -156,15 +156,13 @@ def test_an_idle_coordinator_says_which_server_it_does_not_hear() -> None:
     world.network.partition(world.names[1])
     world.clock.advance(TIMING.lease - timedelta(seconds=1))
     assert heard == []
-    world.clock.advance(4 * TIMING.lease)
-    until(lambda: heard, "the event")
+    passing(world.clock, lambda: heard, "the event", TIMING.lease)
     ((event, about),) = heard  # once
     assert (event, about["shard"], about["address"]) == ("unheard", 1, world.names[1])
     assert about["seconds"] > TIMING.lease.total_seconds()
     assert "cannot be reached" in about["error"]
     world.network.partition()
-    world.clock.advance(TIMING.lease)
-    until(lambda: len(heard) > 1, "its return")
+    passing(world.clock, lambda: len(heard) > 1, "its return", TIMING.lease)
     assert heard[1:] == [("returned", {"shard": 1, "address": world.names[1]})]
     world.push()
     assert len(heard) == 2

@@ -26,7 +26,7 @@ from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.wire.security import Security
 from tests.sources import nodes, parsed
 from tests.test_clocks import full_name, imported, sources
-from tests.waiting import until
+from tests.waiting import passing
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/emberkeep-x")
 
@@ -79,8 +79,7 @@ def test_a_spare_that_cannot_be_started_ends_nothing_and_comes_later(machine: Ma
         clock.advance(timedelta(minutes=5))
     assert machine.started == 3
     machine.full = False
-    clock.advance(timedelta(minutes=1))
-    until(lambda: machine.started == 4, "the spare")
+    passing(clock, lambda: machine.started == 4, "the spare", timedelta(minutes=1))
     machine.full = True
     with pytest.warns(RuntimeWarning, match="a spare is missing"):
         assert launcher.replace(0, "life") == "server-4"
@@ -157,6 +156,19 @@ def test_a_server_that_is_stuck_is_waited_for_once(machine: Machine) -> None:
     launcher.close()
 
 
+def test_a_forked_child_that_ends_takes_no_servers_with_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs what its parent has registered for the end."""
+    launcher = ProcessLauncher(1, spares=0, threads=1)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 2**22 + 1)
+        launcher.close()
+    assert machine.ended == []
+    launcher.close()
+    assert machine.ended == ["server-1"]
+
+
 # -- one process -------------------------------------------------------------------------------
 
 
@@ -219,6 +231,36 @@ def test_a_kill_waits_as_long_as_it_is_asked_to() -> None:
         with pytest.raises(DeadlineError, match="has not ended within 40 s"):
             stuck.kill(40)
     assert waited == [40]
+
+
+def test_a_server_is_asked_to_end_also_where_a_forked_child_has_its_pipe() -> None:
+    reading, writing = os.pipe()
+    with open(os.dup(writing), "w"), open(reading, "rb", buffering=0) as server:
+        os.set_blocking(reading, False)
+        with open(os.devnull) as stdout, open(writing, "w") as stdin:
+            asked = process(stdout)
+            asked._process.stdin = stdin
+            asked.ask_to_end()
+            asked.ask_to_end()  # which is no error
+        assert server.read(1)
+
+
+def test_a_server_that_has_ended_is_asked_to_end_in_vain() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(os.devnull) as stdout, open(writing, "w") as stdin:
+        ended = process(stdout)
+        ended._process.stdin = stdin
+        ended.ask_to_end()
+        assert stdin.closed
+
+
+def test_a_server_knows_whose_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    processes._Process(1, Security().with_token(), tmp_path)
+    (command,) = commands
+    assert command[command.index("--parent") + 1] == str(os.getpid())
 
 
 def test_nothing_of_a_start_that_fails_is_left_open(
