@@ -137,7 +137,7 @@ class Loads:
 
     def __init__(self) -> None:
         self._rewound: list[bool] = []
-        until_done = RemoteShard._until_done
+        until_done = RemoteShard.until_done
 
         def noted(shard: RemoteShard, kind: str, *given: Any) -> Any:
             answer = until_done(shard, kind, *given)
@@ -146,10 +146,10 @@ class Loads:
             return answer
 
         self._until_done = until_done
-        RemoteShard._until_done = noted  # type: ignore[method-assign]
+        RemoteShard.until_done = noted  # type: ignore[method-assign]
 
     def close(self) -> None:
-        RemoteShard._until_done = self._until_done  # type: ignore[method-assign]
+        RemoteShard.until_done = self._until_done  # type: ignore[method-assign]
 
     def take(self) -> list[bool]:
         rewound, self._rewound = self._rewound, []

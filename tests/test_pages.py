@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+import emberkeep
 from emberkeep.cli import app
 from tests.test_architecture import is_named, problem, spans
 
@@ -108,6 +109,20 @@ def test_every_page_of_the_documentation_is_listed() -> None:
     own = pages - {"index.md"} - {page for page in pages if page.startswith("api/")}
     assert sorted(page for page in own if f"({page})" not in index) == []
     assert sorted(page for page in pages if f": {page}\n" not in site) == []
+
+
+def test_every_public_name_stands_in_the_reference() -> None:
+    """In the table of docs/api/index.md, and with its docstring on one of the pages."""
+    public = set(emberkeep.__all__) - {"__version__"}
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md")}
+    listed = re.findall(r"^\| (`.*?) \|", pages["index"], flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(listed))) == public
+    made = set(re.findall(r"^::: (\S+)", "\n".join(pages.values()), flags=re.MULTILINE))
+    # Errors are on the page of their module.
+    described = {name.rpartition(".")[2] for name in made} | {
+        name for name in public if getattr(emberkeep, name).__module__ in made
+    }
+    assert public - described == set()
 
 
 def test_pictures_are_as_the_script_draws_them() -> None:

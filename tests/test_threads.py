@@ -77,3 +77,33 @@ def test_the_list_of_exceptions_shrinks() -> None:
 )
 def test_a_violation_is_caught(source: str) -> None:
     assert len(list(violations(source))) == 1
+
+
+LOCKS = {f"threading.{name}" for name in ("Lock", "RLock", "Condition", "Event", "Semaphore")}
+
+
+def locks_by_default(source: str) -> list[str]:
+    """A default of a dataclass is what `threading` had when the class was made: a lock that is real
+    in a simulation, too, where a run then stands still."""
+    tree = parsed(source)
+    names = imported(tree)
+    factories = [
+        node.value
+        for node in nodes(tree)
+        if isinstance(node, ast.keyword) and node.arg == "default_factory"
+    ]
+    return [
+        f"line {made.lineno}: make it in __init__"
+        for made in factories
+        if full_name(made, names) in LOCKS
+    ]
+
+
+def test_locks_are_made_when_an_object_is() -> None:
+    assert [
+        f"emberkeep.{module}, {line}"
+        for module, source in sources("").items()
+        if not module.startswith("testing.")
+        for line in locks_by_default(source)
+    ] == []
+    assert len(locks_by_default("import threading\nfield(default_factory=threading.Lock)")) == 1

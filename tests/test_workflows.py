@@ -52,3 +52,13 @@ def test_tests_run_on_every_python_that_is_promised() -> None:
     said = [step["run"] for step in steps(nightly) if "run" in step]
     assert any("hypothesis seed: $seed" in command for command in said)
     assert sum('--hypothesis-seed="$SEED"' in command for command in said) == 2
+
+
+def test_every_hook_is_installed() -> None:
+    """`pre-commit install` alone installs those of commits, unless the file names others."""
+    found = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    installed = found.get("default_install_hook_types", ["pre-commit"])
+    hooks = [hook for repository in found["repos"] for hook in repository["hooks"]]
+    assert len(hooks) > 3
+    for hook in hooks:
+        assert set(hook.get("stages", found["default_stages"])) <= set(installed), hook["id"]

@@ -386,9 +386,9 @@ def test_a_prefetch_that_fails_is_dropped_and_its_rows_are_pulled(
     before = set(threading.enumerate())
     cluster, counted = serving_cluster(farm), errors_of("emberkeep-prefetch")
     wanted = [RowIds(np.arange(30), np.array([0, 30]))]
-    rows = cluster._rows
-    failing = Failing(error, rows, times=1)
-    monkeypatch.setattr(cluster, "_rows", failing)
+    take = cluster._take
+    failing = Failing(error, take, times=1)
+    monkeypatch.setattr(cluster, "_take", failing)
     cluster.prefetch(wanted)
     cluster.push(wanted, [np.ones((30, 4), np.float32)], lr=0.1)
     (after,) = cluster.pull(wanted)

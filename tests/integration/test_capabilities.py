@@ -28,7 +28,8 @@ from emberkeep.checkpoint.targets import (
 )
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.cluster.remote.remote_shard import RemoteRows, RemoteShard
+from emberkeep.cluster.remote.remote_rows import RemoteRows
+from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.cluster.shard import Shard
 from emberkeep.keeper.torch_tables import TorchTables
 from emberkeep.runtime.pool import Pool

@@ -457,6 +457,30 @@ def test_mirror(shell: Shell, root: Path, tmp_path: Path) -> None:
     assert "versions of another run" in shell.err
 
 
+def test_mirror_puts_back_what_is_damaged(shell: Shell, root: Path, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    source = Repository.open(LocalStore(root))
+    source.tag("best", 2)
+    source.record_restore(source.version(1))
+    assert shell("mirror", root, copies) == 0
+    repository = Repository.open(LocalStore(copies))
+    assert repository.tags()["best"].number == 2
+    assert repository.restores(exact=False) == 1
+    damaged = copies / repository.manifest(1).files[0].name
+    damaged.write_bytes(b"damage")
+    assert shell.json("mirror", root, copies, "--no-check")["repaired_nbytes"] == 0
+    assert shell("verify", copies) != 0
+    again = shell.json("mirror", root, copies)
+    assert (again["nbytes"], again["repaired_nbytes"]) == (0, damaged.stat().st_size)
+    assert shell("verify", copies) == 0
+    assert len(shell.json("versions", copies)) == 4
+    assert repository.restores() == 1
+    damaged.write_bytes(b"damage")
+    (root / source.manifest(1).files[0].name).write_bytes(b"damage")
+    assert shell("mirror", root, copies) != 0
+    assert "does not have its files intact either" in shell.err
+
+
 def test_gc_by_age(shell: Shell, root: Path) -> None:
     for manifest in (root / "versions").iterdir():
         os.utime(manifest, (1e9, 1e9))  # long ago

@@ -211,12 +211,16 @@ def test_widths_are_measured_on_samples_that_come_next_and_nothing_is_changed(
     assert same(run(whole), plain)
 
 
-def test_too_late_a_calibration_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [17, 100_000])
+def test_too_late_a_calibration_is_refused_before_anything_is_trained(
+    tmp_path: Path, at: int
+) -> None:
     given = settings(
-        tmp_path / "run", "checkpoint.accuracy_budget=1e-3", "checkpoint.calibrate_at=17"
+        tmp_path / "run", "checkpoint.accuracy_budget=1e-3", f"checkpoint.calibrate_at={at}"
     )
     with pytest.raises(ConfigError, match=r"calibrate_at to an earlier step"):
         run(given)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_moves_to_another_disk_by_its_mirror(tmp_path: Path) -> None:

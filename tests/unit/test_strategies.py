@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch import nn
 
 import emberkeep as ek
-from emberkeep.checkpoint import Job, VersionSpec
+from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Job, SaveSettings, VersionSpec
 from emberkeep.checkpoint.codec_choice import choose
 from emberkeep.checkpoint.recovery import Recovery
 from emberkeep.checkpoint.run_plan import Target
+from emberkeep.checkpoint.widths import Width, Widths
 from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import KeepAll, KeepEvery, KeepFor, KeepLast, KeepNamed
@@ -375,3 +380,68 @@ def test_a_run_that_plans_itself_starts_with_full_recovery() -> None:
     assert strategy.recovery.scope == "full"
     assert auto(target="pls 0.2").auto == Target(pls=0.2)
     assert auto().auto == Target(pls=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"expected_restores": 2.5}, "expected_restores must be a whole number, not 2.5"),
+        ({"expected_restores": math.nan}, "expected_restores must be a whole number, not nan"),
+        ({"expected_restores": "3"}, "expected_restores must be a whole number, not '3'"),
+        ({"accuracy_budget": "1e-4"}, "accuracy_budget must be a number, not '1e-4'"),
+        ({"quantize_optimizer": "yes"}, "quantize_optimizer must be true or false, not 'yes'"),
+        ({"predictor": None}, "predictor must be one of growth, paper, not None"),
+        ({"bits": {"u": 8}, "bins": 25}, "are for weights of 4, 3 or 2 bits"),
+        ({"bits": {}, "range_ratio": 0.5}, "are for weights of 4, 3 or 2 bits"),
+        ({"bits": 4, "range_ratio": 1.5}, "range_ratio must be a number from 0 to 1, not 1.5"),
+        ({"job": 5}, "job= takes an emberkeep.Job, not 5"),
+    ],
+)  # fmt: skip
+def test_values_of_a_wrong_type_or_without_effect_are_refused(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ek.incremental(**given)
+
+
+def test_a_search_for_ranges_goes_with_widths_that_have_one() -> None:
+    assert ek.incremental(bits={"u": 8, "v": 4}, bins=25).spec.bins == 25
+    measured = ek.incremental(accuracy_budget=1e-4, bins=25).spec
+    eight = Widths(tables={"u": Width(bits=8)})
+    assert replace(measured, widths=eight).bins == 25  # which was not known before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mirror_mb_per_second": -1}, "mirror_mb_per_second must be above 0, not -1"),
+        ({"most_mb_per_second": "50"}, "most_mb_per_second must be a number, not '50'"),
+        ({"background_share": "0.1"}, "background_share must be a number, not '0.1'"),
+        ({"read_depth": 1.5}, "read_depth must be a whole number, not 1.5"),
+        ({"read_depth": "16"}, "read_depth must be a whole number, not '16'"),
+        ({"threads": 1.5}, "threads must be a whole number, not 1.5"),
+        ({"nice": 2.5}, "nice must be a whole number, not 2.5"),
+        ({"nice": "x"}, "nice must be a whole number, not 'x'"),
+        ({"grace": 5}, "grace must be a timedelta or a duration such as '90s' or '5min', not 5"),
+        ({"grace": timedelta(seconds=-5)}, "grace must not be negative"),
+        ({"overlap": "often"}, "overlap must be one of wait, cancel, not 'often'"),
+    ],
+)  # fmt: skip
+def test_settings_of_a_wrong_type_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SaveSettings(**given)
+
+
+def test_a_grace_may_be_a_text() -> None:
+    assert SaveSettings(grace="90s").grace == timedelta(seconds=90)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="grace must be a timedelta"):
+        ek.Keeper(MemoryStore(), nn.Linear(1, 1), [], grace=5)  # type: ignore[arg-type]
+
+
+def test_a_job_has_times_and_whole_shards() -> None:
+    times: dict[str, Any] = dict.fromkeys(("duration", "mtbf", "save", "load"), "5min")
+    assert ek.Job(**times, shards=2).duration == timedelta(minutes=5)
+    with pytest.raises(ConfigError, match="load must be a timedelta"):
+        ek.Job(**{**times, "load": 5}, shards=2)
+    with pytest.raises(ConfigError, match="shards must be a whole number"):
+        ek.Job(**times, shards=1.5)  # type: ignore[arg-type]

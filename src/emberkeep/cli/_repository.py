@@ -58,9 +58,10 @@ def refuse_if_active(repository: Repository, what: str, *, remedy: str) -> None:
     """Refuses to become the writer where another may be at work; one of this machine that has
     ended is no reason."""
     from emberkeep.inspect.summary import newest_writer
+    from emberkeep.runtime.system_calls import lives
 
     writer = newest_writer(repository)
-    if writer is None or (writer.host == socket.gethostname() and not _lives(writer.pid)):
+    if writer is None or (writer.host == socket.gethostname() and not lives(writer.pid)):
         return
     idle = repository.clock.now() - writer.last_seen
     if idle < _ACTIVE:
@@ -71,16 +72,6 @@ def refuse_if_active(repository: Repository, what: str, *, remedy: str) -> None:
             f"so that it stops at its next save: say --yes if it has ended or may be stopped, "
             f"{remedy}"
         )
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        pass
-    return True
 
 
 def print_json(value: Any) -> None:

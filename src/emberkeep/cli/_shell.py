@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -48,7 +49,17 @@ def command(function: Callable[_Parameters, None]) -> Callable[_Parameters, None
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from None
 
+    run.__doc__ = _reflowed(function.__doc__)
     return run
+
+
+def _reflowed(text: str | None) -> str | None:
+    """Each paragraph on one line: --help breaks lines where the terminal ends, and keeps those that
+    are there."""
+    if text is None:
+        return None
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 class _Said(logging.Handler):

@@ -54,9 +54,9 @@ def gc(
     """Remove old versions, and files that no version needs.
 
     Tagged and pinned versions stay, those younger than --grace, and whatever a kept version needs;
-    it says why each of them stays. Only the writer of a
-    repository may remove anything, so this takes over from a trainer that is still running: it
-    will stop at its next save. Trainers run gc themselves, after every save.
+    it says why each of them stays. Only the writer of a repository may remove anything, so this
+    takes over from a trainer that is still running: it will stop at its next save. Trainers run gc
+    themselves, after every save.
     """
     from emberkeep.blobs.wrapper import spending_reserve
     from emberkeep.inspect.summary import plan_collection

@@ -28,19 +28,27 @@ def mirror(
     most_mb_per_second: Annotated[
         float | None, typer.Option(metavar="MB", help="Copy no faster than this.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Read what is there already, and put back what is damaged.")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a version, with what it needs, to another repository; what is there is not copied again.
+    """Copy a version, with what it needs, to another repository; what is there is not copied again,
+    but checked, and files that are damaged there are put back.
 
     A trainer does this itself with checkpoint.mirror. By hand it makes up for a copy that a trainer
-    could not make, or brings a version back from a mirror. The other repository is created if it is
-    not there; only its writer may add to it, so a trainer that mirrors to it is stopped.
+    could not make, or brings a version back from a mirror. How often the run was restored goes with
+    it, and so do names that the other repository does not have. That is created if it is not there;
+    only its writer may add to it, so a trainer that mirrors to it is stopped.
     """
     from emberkeep.blobs import open_store, refuse_nested
-    from emberkeep.errors import ConfigError
+    from emberkeep.errors import ConfigError, DamageError
     from emberkeep.repository import Repository, Writer
+    from emberkeep.repository.maintenance.repair import repair
+    from emberkeep.repository.maintenance.run_records import copy_restores, copy_tags
     from emberkeep.repository.maintenance.version_copy import (
         check_copyable,
+        copies_in,
         copy_version,
         new_nbytes,
         same_run,
@@ -65,14 +73,32 @@ def mirror(
             store, schema=repository.schema, exclusive=repository.exclusive, clock=repository.clock
         )
     nbytes = new_nbytes(repository, chosen, target)
+    present = copies_in(repository, chosen, target) if check else ()
+    writer, mended = Writer.open(target), 0
     with progress(f"copying version {chosen.number}", nbytes) as store.advance:
-        copied = copy_version(
-            repository, chosen, Writer.open(target), passing=bandwidth.passing
-        ).version
+        for copy in present:
+            put = repair(target, copy, repository, passing=bandwidth.passing)
+            if put is None:
+                raise DamageError(
+                    f"version {copy.number} of {store.url} is damaged, and {url} does not have its "
+                    "files intact either: nothing was copied; choose another version",
+                    name=copy.manifest_name,
+                )
+            mended += put
+        copied = copy_version(repository, chosen, writer, passing=bandwidth.passing).version
+    copy_restores(repository, target)
+    copy_tags(repository, target, move=False)
     if as_json:
-        print_json({"version": chosen.number, "copy": copied.number, "nbytes": nbytes})
+        print_json(
+            {
+                "version": chosen.number,
+                "copy": copied.number,
+                "nbytes": nbytes,
+                "repaired_nbytes": mended,
+            }
+        )
     else:
         emit(
             f"version {chosen.number} is version {copied.number} of {store.url}: "
-            f"{size_text(nbytes)} copied"
+            f"{size_text(nbytes)} copied{f', {size_text(mended)} repaired' if mended else ''}"
         )

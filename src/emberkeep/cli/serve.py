@@ -90,8 +90,17 @@ def serve(
         ),
     ] = "30min",
     until_stdin_closes: Annotated[
-        bool, typer.Option("--until-stdin-closes", help="End when standard input does.")
+        bool,
+        typer.Option(
+            "--until-stdin-closes", help="End when standard input closes, or says anything."
+        ),
     ] = False,
+    parent: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="PID", help="The process that starts the server: end when it is gone."
+        ),
+    ] = None,
 ) -> None:
     """Run one shard server. It starts empty; the trainer gives it tables and rows.
 
@@ -108,12 +117,13 @@ def serve(
     from emberkeep.server.flight_server import ShardServer
     from emberkeep.server.server_end import ServerEnd
     from emberkeep.server.server_warmup import warm_up
-    from emberkeep.server.server_watch import ServerWatch
+    from emberkeep.server.server_watch import Parent, ServerWatch
     from emberkeep.server.shard_service import ShardService
     from emberkeep.tables import Tier
     from emberkeep.wire import private_socket
     from emberkeep.wire.security import Security, is_loopback, read_token
 
+    started_by = None if parent is None else Parent(parent)
     if tier is None and tier_exclusive:
         raise ConfigError("--tier-exclusive is for --tier: give that too")
     if tier is None and tier_memory is not None:
@@ -141,10 +151,17 @@ def serve(
     warm_up()
     served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path
-    # What started the server closes its standard input when it needs it no more, however it ends.
+    # What started the server closes its standard input when it needs it no more, however it ends;
+    # only a child that it has forked can keep that open.
     end = ServerEnd(lambda: until_stdin_closes or _has_run(served), patience)
+
+    def upkeep() -> None:
+        events.bound_stderr()
+        if started_by is not None and started_by.gone:
+            end.now()
+
     watch = ServerWatch(
-        served, upkeep=events.bound_stderr, on_dropped=end.now,
+        served, upkeep=upkeep, on_dropped=end.now,
         # Nobody else will come for them, and what started it may only have been stopped.
         keep_rows_for=None if until_stdin_closes else kept_for,
     )  # fmt: skip
@@ -162,7 +179,7 @@ def serve(
     if until_stdin_closes:
         # However reading ends: a server must not outlive what started it.
         stdin = Worker("emberkeep-stdin")
-        stdin.do(sys.stdin.buffer.read, lambda _: end.now())
+        stdin.do(lambda: sys.stdin.buffer.read(1), lambda _: end.now())
     served.events("listening", status)
     watch.start()
     print(json.dumps(status), flush=True)

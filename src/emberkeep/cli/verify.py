@@ -9,7 +9,6 @@ import typer
 from emberkeep.cli._repository import (
     JsonOption,
     Url,
-    VersionOption,
     choose,
     count_text,
     emit,
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 @command
 def verify(
     url: Url,
-    version: VersionOption = None,
+    version: Annotated[
+        str | None,
+        typer.Option("--version", metavar="N|TAG", help="A version or a tag; all by default."),
+    ] = None,
     shallow: Annotated[
         bool, typer.Option("--shallow", help="Check that files are there and as long as they were.")
     ] = False,
