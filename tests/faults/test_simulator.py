@@ -24,6 +24,7 @@ from emberkeep.erasure.messages import Changed
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.crew import Crew
+from emberkeep.runtime.waiting import Waiting
 from emberkeep.testing.simulation import simulate, simulated_run
 from emberkeep.testing.simulation.row_model import RowModel
 from emberkeep.testing.simulation.scenarios import SCENARIOS, run_of, scenario_of
@@ -415,10 +416,12 @@ def test_the_command_counts_seeds_and_fails_with_the_seed_to_replay(
     real = simulated_run.simulate
 
     def one_fails(seed: int) -> simulated_run.Outcome:
+        Waiting().say("waiting for servers")  # which are simulated: nobody waits
         outcome = real(seed, ())
         outcome.failure = "SimulationError: wrong rows" if seed == 6 else ""
         return outcome
 
+    monkeypatch.delenv("EMBERKEEP_QUIET", raising=False)
     monkeypatch.setattr("emberkeep.testing.simulation.simulate", one_fails)
     monkeypatch.setattr("emberkeep.testing.simulation.freeze_heap", lambda: None)
     monkeypatch.setattr(sys.modules["emberkeep.cli.simulate"], "PROGRESS_SEEDS", 1)
@@ -428,6 +431,7 @@ def test_the_command_counts_seeds_and_fails_with_the_seed_to_replay(
     assert "1 failed: seeds 6" in done.stdout
     assert "1 seeds up to 5, 0 failed, " in done.stderr
     assert "2 seeds up to 6, 1 failed, " in done.stderr
+    assert "waiting" not in done.stderr
     done = CliRunner().invoke(app, ["simulate", "--seed", "5", "--seeds", "2", "--json"])
     assert done.exit_code == 1
     assert '"seed": 6' in done.stdout

@@ -13,6 +13,7 @@ from emberkeep.cli._options import option
 from emberkeep.cli._repository import JsonOption, emit, print_json
 from emberkeep.cli._shell import command, say
 from emberkeep.errors import ConfigError
+from emberkeep.runtime.waiting import unsaid
 
 if TYPE_CHECKING:
     from emberkeep.testing.simulation import Outcome
@@ -49,7 +50,8 @@ def simulate(
     for one in range(seed, seed + seeds):
         if outcomes and seconds is not None and time.monotonic() - start > seconds:
             break
-        outcome = run(one)
+        with unsaid():
+            outcome = run(one)
         if outcome.failure and seeds > 1 and not as_json:
             say(f"seed {one} failed: {_first_line(outcome)}; replay it: simulate --seed {one}")
         outcomes.append(outcome)

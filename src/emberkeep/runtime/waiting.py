@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -32,3 +34,14 @@ class Waiting:
     def over(self, what: str) -> None:
         """What was waited for is there; says after how long."""
         LOGGER.info("%s after %.1f s", what, self._clock.monotonic() - self._started)
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Nothing is said meanwhile: nobody waits for what is simulated."""
+    before = LOGGER.level
+    LOGGER.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(before)
