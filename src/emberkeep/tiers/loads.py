@@ -109,21 +109,29 @@ class Loads:
 
     def settle(self, load: Load) -> None:
         """Once the load is done: its rows are in their frames, or it raises."""
-        if not load.settled:
-            load.settled = True
-            self._under_way.remove(load)
-            self._end_reading(load)
-            if load.error is not None:
-                self._frames.unbind(load.frames)
-            else:
-                self._frames.busy[load.frames] &= ~np.uint8(LOADING)
-                bits.set_bits(self._frames.filled, load.frames)
+        self._release(load)
         if load.error is not None:
             raise load.error
 
-    def wait(self, frames: I64) -> None:
+    def _release(self, load: Load) -> None:
+        if load.settled:
+            return
+        load.settled = True
+        self._under_way.remove(load)
+        self._end_reading(load)
+        if load.error is not None:
+            self._frames.unbind(load.frames)
+        else:
+            self._frames.busy[load.frames] &= ~np.uint8(LOADING)
+            bits.set_bits(self._frames.filled, load.frames)
+
+    def wait(self, frames: I64, *, needed: bool = True) -> None:
         """Waits until rows that are being read are in these frames. With the lock held: reading
-        needs no lock, and a thread that waits settles it."""
+        needs no lock, and a thread that waits settles it.
+
+        Rows that are not `needed`, because they are about to be overwritten or removed, may turn
+        out not to be readable: then they have no frames any more, and that is no error.
+        """
         if not self._are_loading(frames):
             return
         start = self._log.clock.monotonic()
@@ -131,7 +139,7 @@ class Loads:
             while self._are_loading(frames):
                 for load in list(self._under_way):
                     if np.isin(load.frames, frames).any():
-                        self._finish(load)
+                        self._finish(load, needed=needed)
         finally:
             self.waited += self._log.clock.monotonic() - start
 
@@ -139,15 +147,19 @@ class Loads:
         return bool(self._under_way) and bool((self._frames.busy[frames] & LOADING).any())
 
     def finish_one(self) -> bool:
-        """Waits for one of the loads under way, if there is any."""
+        """Waits for one of the loads under way, if there is any. Its rows are for others: if they
+        could not be read their frames are free, and whoever needs them reads them again."""
         if self._under_way:
-            self._finish(self._under_way[0])
+            self._finish(self._under_way[0], needed=False)
             return True
         return False
 
-    def _finish(self, load: Load) -> None:
+    def _finish(self, load: Load, *, needed: bool) -> None:
         if load in self._left:  # nobody has started to read it
             self._left.remove(load)
             self.perform(load)
         load.done.require(f"rows to be read from {self._log.path}", PATIENCE)
-        self.settle(load)
+        if needed or not isinstance(load.error, Exception):  # an interrupt is for the caller
+            self.settle(load)
+        else:
+            self._release(load)

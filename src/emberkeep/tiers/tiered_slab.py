@@ -376,8 +376,10 @@ class TieredSlab(Slab):
                 f"{self.frames.count}: raise memory= of the tier to "
                 f"{math.ceil(enough * 10 / 2**20) / 10:.1f} MiB or more; no row was changed"
             )
+        self.loads.wait(frames[frames >= 0], needed=not whole)
+        if whole:  # what could not be read has no frame any more
+            frames = self.frames.of(found)
         held = frames[frames >= 0]
-        self.loads.wait(held)
         self.frames.hold(held, 0)
         self._make_free(needed - held.size, self.frames.turn + 1)
         # Copies for a checkpoint under way, also of rows that new ones evict; those of a table go
@@ -433,8 +435,9 @@ class TieredSlab(Slab):
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         frames = self.frames.of(found)
-        self.loads.wait(frames[frames >= 0])
+        self.loads.wait(frames[frames >= 0], needed=False)
         super()._remove(table, ids, found)
+        frames = self.frames.of(found)  # of what could not be read there is none any more
         self.frames.unbind(frames[frames >= 0])
         self.trained -= found.size
         self._gone.append(found)
