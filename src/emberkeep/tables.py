@@ -327,7 +327,8 @@ class Optimizer:
         return {}
 
     def initial(self, plane: str) -> float:
-        """The value of a plane of a row that was never trained."""
+        """The value of a plane of a row that was never trained; 0 for those that are not the
+        optimizer's, so that such a row has no age."""
         return 0.0
 
     def describe(self) -> dict[str, object]:
@@ -380,7 +381,7 @@ class Adagrad(Optimizer):
         return {"accumulator": dim}
 
     def initial(self, plane: str) -> float:
-        return self.initial_accumulator_value
+        return self.initial_accumulator_value if plane == "accumulator" else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,31 @@ def test_rows_that_come_without_an_age_are_evicted_like_others() -> None:
     check_eviction(bags)
 
 
+@pytest.mark.parametrize("how", ["loaded", "upserted"])
+def test_rows_without_an_age_are_the_newest_whatever_accumulators_begin_with(how: str) -> None:
+    optimizer = ek.Adagrad(lr=0.5, initial_accumulator_value=5.0)
+    bags = bags_of(optimizer, capacity=8, on_full="evict_oldest")
+    for _ in range(4):
+        train(bags, 101, 102, 103, 104)
+    before = bags.rows("t", [101, 102, 103, 104])["used"]
+    assert before.min() > 5
+    if how == "loaded":
+        state = {"rows.t.ids": torch.tensor([1, 2, 3]), "rows.t.weight": torch.ones(3, DIM)}
+        bags.load_state_dict(state, strict=False)
+    else:
+        bags.upsert("t", [1, 2, 3], torch.ones(3, DIM))
+    rows = bags.rows("t", [1, 2, 3])
+    assert rows["used"].min() > before.max()
+    assert torch.equal(rows["accumulator"], torch.full((3, DIM), 5.0))
+
+
+def test_an_id_that_is_not_there_has_no_age() -> None:
+    optimizer = ek.Adagrad(lr=0.5, initial_accumulator_value=5.0)
+    rows = bags_of(optimizer, capacity=3, on_full="evict_oldest").rows("t", [1])
+    assert rows["used"].tolist() == [[0]]
+    assert rows["accumulator"].tolist() == [[5.0] * DIM]
+
+
 @pytest.mark.filterwarnings("ignore:.*has no reader")
 def test_rows_of_a_version_without_ages_are_evicted_like_others(tmp_path: Path) -> None:
     whole = bags_of(capacity=3)
