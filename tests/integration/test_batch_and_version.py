@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.blobs.local_store import LocalStore
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import DamageError, NoVersionError, StateError
 from emberkeep.keeper.run_saver import DurableStep
+from emberkeep.repository import Repository
 from emberkeep.runtime.clock import SystemClock
 from emberkeep.strategies import Strategy
 from emberkeep.tables import Tier
@@ -154,6 +156,74 @@ def test_a_batch_knows_of_failures_and_of_what_was_applied_twice(place: Place) -
     assert again.keeper.resume() == DurableStep(4)
     known = again.keeper.recoveries()
     assert (known.failures, known.samples_applied_twice) == (2, 5)
+    again.end()
+
+
+def damage_newest(root: Path, what: str) -> None:
+    """The manifest of the newest version, or the files that it names."""
+    repository = Repository.open(LocalStore(root))
+    newest = repository.versions()[-1]
+    names = [newest.manifest_name]
+    if what == "files":
+        names = [file.name for file in repository.manifest(newest).files]
+    for path in (root / name for name in names):
+        path.chmod(0o644)
+        path.write_bytes(b"damage")
+
+
+@pytest.mark.filterwarnings("ignore:old versions could not be removed")
+@pytest.mark.parametrize("fall_back", [False, True])
+def test_a_damaged_manifest_stops_no_run_whose_files_have_the_batch(
+    place: Place, fall_back: bool
+) -> None:
+    place.train(9)
+    damage_newest(place.root / "r", "manifest")
+    run = place.start()
+    with pytest.warns(UserWarning, match=r"versions \[2\] are damaged and were passed over"):
+        assert run.keeper.resume(fall_back=fall_back) == DurableStep(8)
+    assert run.bits() == plain(8)
+    run.train(4).end()
+    assert versions_of(run) == [10, 12]  # the first is due by the version that can be read
+    again = place.start()
+    assert again.keeper.resume() == DurableStep(12)
+    assert again.bits() == plain(12)
+    again.end()
+
+
+def test_without_files_a_run_falls_back_past_a_damaged_manifest(place: Place) -> None:
+    strategy = ek.tiered(every=2, remote=4)
+    place.train(9, strategy)
+    damage_newest(place.root / "r", "manifest")
+    shutil.rmtree(place.root / "t")
+    run = place.start(strategy)
+    with pytest.raises(DamageError, match="fall_back=True"):
+        run.keeper.resume()
+    with pytest.warns(UserWarning, match=r"versions \[3\] are damaged and were passed over"):
+        assert run.keeper.resume(fall_back=True).step == 4
+    assert run.bits() == plain(4)
+    run.end()
+
+
+@pytest.mark.filterwarnings("ignore:old versions could not be removed")
+@pytest.mark.parametrize("what", ["manifest", "files"])
+def test_a_run_falls_back_to_its_batch_before_it_does_to_an_older_version(
+    place: Place, what: str
+) -> None:
+    """The end of a run is a version; its last batch comes before that."""
+    run = place.start()
+    run.keeper.resume()
+    run.train(9)
+    assert run.keeper.close().step == 9
+    run.end()
+    damage_newest(place.root / "r", what)
+    again = place.start()
+    if what == "files":
+        with pytest.raises(DamageError):
+            again.keeper.resume()
+    with pytest.warns(UserWarning, match=r"versions \[3\] are damaged and were passed over"):
+        assert again.keeper.resume(fall_back=True) == DurableStep(8)
+    assert again.bits() == plain(8)
+    assert again.train(4).bits() == plain(12)
     again.end()
 
 

@@ -19,7 +19,13 @@ from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.checkpoint.target_view import view_of
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
-from emberkeep.errors import ConfigError, ShardLostError, StateError
+from emberkeep.errors import (
+    ConfigError,
+    DamageError,
+    NoVersionError,
+    ShardLostError,
+    StateError,
+)
 from emberkeep.keeper.adopted_rows import (
     STEPS_APPLIED_TWICE,
     choose_found,
@@ -222,7 +228,8 @@ class TieredSaver(RepositorySaver):
         self, version: int | str | None, *, fall_back: bool, fits: Callable[[Captured], object]
     ) -> Returned | None:
         """From the tiers where all files have the newest durable batch; else from the version,
-        and that batch is given up for good."""
+        and that batch is given up for good. Versions that nobody can read hide no batch; one of a
+        later step that is damaged does, unless `fall_back` allows it."""
         returned = self._bring_back(version, fall_back, fits)
         self._rows_chosen = True
         return returned
@@ -231,19 +238,65 @@ class TieredSaver(RepositorySaver):
         self, version: int | str | None, fall_back: bool, fits: Callable[[Captured], object]
     ) -> Returned | None:
         self._tier.settle()
-        newest = self.repository.newest_whole()
-        manifest = None if newest is None else self.repository.manifest(newest)
         batch = self._tier.resumable() if version is None else None
-        if batch is not None and (manifest is None or batch >= manifest.step):
-            if take_adopted(self.subject, self.repository.id):
-                return self._beside_adopted_batch(fits, manifest)
-            returned = self._from_tiers(fits)
-            if returned is not None:
-                self._goes_on_beside(manifest)
-                return returned
+        if batch is None:
+            return self._from_version(version, fall_back, fits)
+        newer, older, damaged = self._around(batch)
+        if newer:
+            try:
+                return self._from_version(None, False, fits)
+            except DamageError:
+                if not fall_back:
+                    raise
+        for manifest in newer:
+            number = manifest.version.number
+            try:
+                returned = self._from_version(number, False, fits)
+            except DamageError:
+                damaged.append(number)
+                continue
+            return returned and _past(returned, [n for n in damaged if n > number])
+        returned = self._from_batch(fits, older)
+        if returned is None:
+            return self._from_version(None, fall_back, fits)
+        return _past(returned, damaged)
+
+    def _around(self, batch: DurableStep) -> tuple[list[Manifest], Manifest | None, list[int]]:
+        """Whole versions of later steps than the batch, the newest first; the newest that is not;
+        and the numbers of those before which nobody can read, whatever their step."""
+        newer: list[Manifest] = []
+        damaged: list[int] = []
+        for version in reversed(self.repository.versions()):
+            try:
+                manifest = self.repository.manifest(version)
+            except DamageError:
+                damaged.append(version.number)
+                continue
+            except NoVersionError:  # it was removed meanwhile
+                continue
+            if manifest.whole and batch >= manifest.step:
+                return newer, manifest, damaged
+            if manifest.whole:
+                newer.append(manifest)
+        return newer, None, damaged
+
+    def _from_version(
+        self, version: int | str | None, fall_back: bool, fits: Callable[[Captured], object]
+    ) -> Returned | None:
         restored = super().bring_back(version, fall_back=fall_back, fits=fits)
         self._count_from(None if restored is None else self._whole)
         return restored
+
+    def _from_batch(
+        self, fits: Callable[[Captured], object], manifest: Manifest | None
+    ) -> Returned | None:
+        """The durable batch, beside its newest version; None where not all files have it."""
+        if take_adopted(self.subject, self.repository.id):
+            return self._beside_adopted_batch(fits, manifest)
+        returned = self._from_tiers(fits)
+        if returned is not None:
+            self._goes_on_beside(manifest)
+        return returned
 
     def _begin_new(self) -> None:
         """What was given up is nobody's. What some servers have may still come back to all."""
@@ -292,6 +345,7 @@ class TieredSaver(RepositorySaver):
         self.forget_chain()  # what was deleted since the version is not known any more
         self._whole = manifest
         self._count_from(manifest)
+        self._tell_run()
 
     def _count_from(self, manifest: Manifest | None) -> None:
         """The next version is due by the age of this one, whichever process wrote it: one that is
@@ -337,6 +391,12 @@ class TieredSaver(RepositorySaver):
         home.cluster.serve(*empty)
         self.forget_chain()
         return self._whole if empty else self._tier.whole
+
+
+def _past(returned: Returned, damaged: Sequence[int]) -> Returned:
+    """What came back in the place of damaged versions."""
+    passed_over = tuple(sorted({*returned.passed_over, *damaged}, reverse=True))
+    return replace(returned, passed_over=passed_over)
 
 
 def _clusters(parts: Parts) -> Sequence[Any]:
