@@ -60,6 +60,16 @@ class Origin:
         return self.created > other.created
 
 
+def is_aside(manifest: Manifest) -> bool:
+    """Whether a version was copied because somebody asked for it by its name.
+
+    It is older than others that were there, and yet the last that was written: a run that looks for
+    its newest version passes it over. What is saved after the run went on from it counts again.
+    """
+    described = manifest.described
+    return "copied_from" in described and "aside" in described.object("copied_from")
+
+
 def run_of(manifest: Manifest) -> str:
     """The run that a version belongs to: the repository that the run's first version was written
     to, wherever it has moved since."""
@@ -91,20 +101,37 @@ def origins(repository: Repository) -> dict[Origin, VersionId]:
 
 
 def newest_origin(repository: Repository) -> tuple[Origin, VersionId] | None:
-    """The newest whole version whose manifest can be read; None where there is none."""
+    """The newest whole version whose manifest can be read, but for those that are aside; None where
+    there is none."""
     manifest = newest_readable(repository, repository.versions())
     return None if manifest is None else (Origin.of(manifest), manifest.version)
 
 
 def newest_readable(repository: Repository, versions: Sequence[VersionId]) -> Manifest | None:
-    """The manifest of the newest of versions, oldest first, that is whole and can be read."""
+    """The manifest of the newest of versions, oldest first, that is whole, can be read and is not
+    aside."""
     for version in reversed(versions):
         try:
             manifest = repository.manifest(version)
-            if manifest.whole:
+            if manifest.whole and not is_aside(manifest):
                 return manifest
         except (DamageError, NoVersionError):
             continue
+    return None
+
+
+def newest_counted(repository: Repository) -> VersionId | None:
+    """The newest version that is not aside. One that cannot be read counts: nobody knows what it
+    was."""
+    for version in reversed(repository.versions()):
+        try:
+            if is_aside(repository.manifest(version)):
+                continue
+        except DamageError:
+            pass
+        except NoVersionError:
+            continue
+        return version
     return None
 
 
@@ -139,19 +166,22 @@ def copy_version(
     writer: Writer,
     *,
     again: bool = False,
+    aside: bool = False,
     passing: Callable[[Iterator[Buffer]], Iterator[Buffer]] = iter,
     cancelled: threading.Event | None = None,
 ) -> Manifest:
     """Copies a version, with what it needs of others, to where `writer` writes; its manifest there.
 
-    What is there already is not copied, unless `again` says that it may be damaged. Bytes are
+    What is there already is not copied, unless `again` says that it may be damaged. What is copied
+    is the newest version there, unless it is to stand `aside` (`is_aside`). Bytes are
     checked against the digests of the source when they are read, and have the same ones where they
     go. A copy that was interrupted has left nothing but files that gc removes.
     """
-    with Pin(source, version) as pin:
-        chain = source.chain(pin.version)
+    with Held(source, version) as held:
+        chain = source.chain(version)
         check_copyable(chain[-1])
         there = {} if again else origins(writer.repository)
+        mark: Json = {"aside": True} if aside else {}
         copies: dict[VersionId, VersionId] = {}
         copied: Manifest | None = None
         for manifest in chain:
@@ -164,7 +194,7 @@ def copy_version(
             blocks = max((file.block_nbytes for file in manifest.files), default=BLOCK_NBYTES)
             with writer.begin(needs=needs, block_nbytes=blocks) as draft:
                 for file in manifest.files:
-                    stream = _watched(source.stream(file), pin, source, cancelled)
+                    stream = _unless(cancelled, held.passing(source.stream(file)), version)
                     put = draft.add(
                         passing(ahead_of(stream, clock=source.clock)),
                         kind=file.kind, suffix=file.name.rpartition(".")[2],
@@ -174,7 +204,7 @@ def copy_version(
                 copied = draft.commit(
                     step=manifest.step,
                     baseline=baseline,
-                    layout={**manifest.layout, "copied_from": origin.to_json()},
+                    layout={**manifest.layout, "copied_from": origin.to_json() | mark},
                     reader=manifest.reader,
                     user=manifest.user,
                     counters=manifest.counters,
@@ -195,17 +225,42 @@ def check_copyable(manifest: Manifest) -> None:
         )
 
 
-def _watched(
-    blocks: Iterator[Buffer], pin: Pin, source: Repository, cancelled: threading.Event | None
+class Held:
+    """A version that is pinned until the block ends, however long its files are read: the pin is
+    renewed while bytes pass. `NoVersionError` if it cannot be held, or no longer."""
+
+    def __init__(self, repository: Repository, version: VersionId) -> None:
+        self.repository = repository
+        self._clock = repository.clock
+        self._pin = Pin(repository, version)
+        self._renewed = self._clock.monotonic()
+
+    def passing(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
+        for block in blocks:
+            self.renew()
+            yield block
+
+    def renew(self) -> None:
+        """If it is time: of many files none may take long."""
+        now = self._clock.monotonic()
+        if now - self._renewed > _RENEW_AFTER.total_seconds():
+            self._pin.renew()
+            self._renewed = now
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pin.release()
+
+
+def _unless(
+    cancelled: threading.Event | None, blocks: Iterator[Buffer], version: VersionId
 ) -> Iterator[Buffer]:
-    """The blocks of a file, while the version is held and the copy is wanted."""
-    renewed = source.clock.monotonic()
+    """The blocks of a file, while the copy is wanted."""
     for block in blocks:
         if cancelled is not None and cancelled.is_set():
-            raise CancelledError(f"the copy of version {pin.version} was given up")
-        if source.clock.monotonic() - renewed > _RENEW_AFTER.total_seconds():
-            pin.renew()
-            renewed = source.clock.monotonic()
+            raise CancelledError(f"the copy of version {version} was given up")
         yield block
 
 
