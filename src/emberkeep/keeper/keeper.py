@@ -169,7 +169,7 @@ class Keeper(RunReport):
         )
         self._termination = Termination()
         self._waits = SignalledWaits(self._termination, self._leave_waiting, grace, clock)
-        if isinstance(self._saver, RepositorySaver):
+        if self._saver is not None:
             termination = self._termination
             self._saver.heed(lambda: termination.asked, grace)
         for home in homes:

@@ -123,6 +123,10 @@ class RunSaver(Protocol):
         """The process ends at once: whatever is being written is given up, copies to a mirror
         too, and nobody waits for it."""
 
+    def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
+        """Once `stopping` holds, calls that wait for a save lift its limits or wait no longer, and
+        the end of a run waits for a mirror for `grace` at most."""
+
     def hurry(self) -> None:
         """The process is being stopped: no limit of bandwidth holds from now on."""
 

@@ -134,7 +134,7 @@ class TierSaver(BackgroundSaver[DurableStep]):
         self, step: int, state: Captured | None, counters: Counters, *, whole: bool = True
     ) -> Saving[DurableStep]:
         """Declares this step one to come back to. Returns at once."""
-        self.make_room()
+        self.join()
         self.check()
         assert state is not None
         start = self._clock.monotonic()
@@ -199,8 +199,11 @@ class TierSaver(BackgroundSaver[DurableStep]):
         with suppress(EmberkeepError):  # the next checkpoint tries again
             self.tiers.abandon()
 
+    def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
+        self.stopping = stopping
+
     def make_room(self) -> None:
-        self.join()
+        self.join_unless_stopping()
 
     def cancel(self) -> None:
         """Gives up the checkpoint under way, unless it is being committed."""

@@ -187,13 +187,26 @@ class TieredSaver(RepositorySaver):
         self._tier.check(least)
         super().check(least)
 
+    def heed(self, stopping: Callable[[], object], grace: timedelta) -> None:
+        super().heed(stopping, grace)
+        self._tier.heed(stopping, grace)
+
     def join(self, timeout: timedelta | None = None) -> bool:
-        """Waits for batch and version; with a time for the batch alone, since a run that has no
-        time left can go on from it, unless a version comes in its place."""
+        """Waits for batch and version. Once the process is being stopped, with a time for the batch
+        alone, since a run that has no time left can go on from it, unless a version comes in its
+        place."""
         self.check_caller()
+        start = self._clock.monotonic()
         joined = self._tier.join(timeout)
-        alone = timeout is not None and not self._left_newer
-        return joined if alone else super().join(timeout) and joined
+        if timeout is not None:
+            if self._stopping and not self._left_newer:
+                return joined
+            waited = timedelta(seconds=self._clock.monotonic() - start)
+            timeout = max(timedelta(0), timeout - waited)
+        return super().join(timeout) and joined
+
+    def join_unless_stopping(self) -> bool:
+        return self._tier.join_unless_stopping() and super().join_unless_stopping()
 
     def check_caller(self) -> None:
         self._tier.check_caller()
