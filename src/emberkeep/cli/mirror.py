@@ -44,13 +44,14 @@ def mirror(
     from emberkeep.blobs import open_store, refuse_nested
     from emberkeep.errors import ConfigError, DamageError
     from emberkeep.repository import Repository, Writer
-    from emberkeep.repository.maintenance.repair import repair
+    from emberkeep.repository.maintenance.repair import first_damage, repair
     from emberkeep.repository.maintenance.run_records import copy_restores, copy_tags
     from emberkeep.repository.maintenance.version_copy import (
         check_copyable,
         copies_in,
         copy_version,
         new_nbytes,
+        newest_origin,
         same_run,
     )
     from emberkeep.runtime.bandwidth import Bandwidth
@@ -74,20 +75,31 @@ def mirror(
         )
     nbytes = new_nbytes(repository, chosen, target)
     present = copies_in(repository, chosen, target) if check else ()
-    writer, mended = Writer.open(target), 0
+    writer, mended, again = Writer.open(target), 0, False
     with progress(f"copying version {chosen.number}", nbytes) as store.advance:
         for copy in present:
             put = repair(target, copy, repository, passing=bandwidth.passing)
-            if put is None:
+            if put is not None:
+                mended += put
+                continue
+            damage = first_damage(repository, chosen)
+            if damage is not None:
                 raise DamageError(
                     f"version {copy.number} of {store.url} is damaged, and {url} does not have its "
-                    "files intact either: nothing was copied; choose another version",
-                    name=copy.manifest_name,
+                    f"files intact either: nothing was copied; choose another version ({damage})",
+                    name=damage.name,
                 )
-            mended += put
-        copied = copy_version(repository, chosen, writer, passing=bandwidth.passing).version
+            # What it needs has lost its manifest there: no file can be put back without one.
+            again, nbytes = True, sum(m.nbytes for m in repository.chain(chosen))
+            break
+        newest = newest_origin(target)
+        copied = copy_version(
+            repository, chosen, writer, again=again, passing=bandwidth.passing,
+            # In the place of a damaged version, and no newer than that was.
+            aside=again and newest is not None and newest[1] not in present,
+        ).version  # fmt: skip
     copy_restores(repository, target)
-    copy_tags(repository, target, move=False)
+    copy_tags(repository, target, epoch=writer.epoch, move=False)
     if as_json:
         print_json(
             {

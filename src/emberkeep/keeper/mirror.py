@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from emberkeep._types import Json
-from emberkeep.blobs import BlobStore
+from emberkeep.blobs import BlobStore, Buffer
 from emberkeep.checkpoint.restore import check_schema
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import (
@@ -24,9 +24,11 @@ from emberkeep.errors import (
     FencedError,
     FullError,
     NoRepositoryError,
+    NoVersionError,
     StorageError,
     UnsupportedStoreError,
 )
+from emberkeep.keeper.mirror_repair import check_chain, is_ahead
 from emberkeep.keeper.run_saver import Hear
 from emberkeep.repository import (
     Collector,
@@ -36,7 +38,6 @@ from emberkeep.repository import (
     VersionId,
     Writer,
 )
-from emberkeep.repository.maintenance.repair import is_intact
 from emberkeep.repository.maintenance.run_records import (
     copy_restores,
     copy_tags,
@@ -45,9 +46,7 @@ from emberkeep.repository.maintenance.run_records import (
     take_tags,
 )
 from emberkeep.repository.maintenance.version_copy import (
-    Origin,
     copy_version,
-    mirror_epoch,
     newest_origin,
     origins,
     same_run,
@@ -238,25 +237,27 @@ class Mirror:
 
     def bring_newer(self, writer: Writer) -> Manifest | None:
         """Copies the newest whole version back if the repository has none as new; None if it
-        does."""
+        does. Names that were moved elsewhere move here."""
         copy_restores(self.repository, writer.repository)
-        copy_restores(writer.repository, self.repository)
+        brought = self._bring_newer(writer)
+        take_tags(self.repository, writer.repository)
+        # In the thread, with names that are settled: a mirror that is full ends no run.
+        self.offer_records()
+        return brought
+
+    def _bring_newer(self, writer: Writer) -> Manifest | None:
         newest, known = newest_origin(self.repository), newest_origin(writer.repository)
-        if newest is None or (known is not None and not self._ahead(newest, known, writer)):
-            if readable_tags(writer.repository):
-                self.offer_records()
+        if newest is None or (
+            known is not None and not is_ahead(self.repository, newest, writer.repository, known)
+        ):
             if known is not None and known[0] not in origins(self.repository):
-                self._wake(forced=True)  # the run before was ended before it was copied
+                self._asked += 1  # the run before was ended before it was copied
             return None
-        there = origins(writer.repository)
         # One that is there and not the newest: the run went back to another, and left that again.
-        again = newest[0] in there
+        again = newest[0] in origins(writer.repository)
         try:
-            chain = self.repository.chain(newest[1])
-            missing = [m for m in chain if again or Origin.of(m) not in there]
-            # The first of several would be the newest of the repository if another is damaged.
-            if known is not None and len(missing) > 1 and not is_intact(self.repository, newest[1]):
-                raise DamageError("a file does not match its digest", name=chain[-1].name)
+            if known is not None:
+                check_chain(self.repository, newest[1], writer.repository, again=again)
             brought = copy_version(self.repository, newest[1], writer, again=again)
         except DamageError as error:
             if known is None:
@@ -274,41 +275,7 @@ class Mirror:
             )
             return None
         self._has = brought.version
-        take_tags(self.repository, writer.repository)
         return brought
-
-    def bring_named(self, name: str, writer: Writer) -> Manifest | None:
-        """Copies the version of a name back; None if the mirror has none of that name."""
-        found = readable_tags(self.repository).get(name)
-        if found is None or origin_of(self.repository, found) is None:
-            return None
-        return copy_version(self.repository, found, writer)
-
-    def _ahead(
-        self, newest: tuple[Origin, VersionId], known: tuple[Origin, VersionId], writer: Writer
-    ) -> bool:
-        """Whether the newest version of the mirror counts, and not that of the repository.
-
-        What a process saved elsewhere after another had taken the mirror over, and made versions
-        there, is no part of the run, however late it was saved.
-        """
-        by_time = newest[0].newer_than(known[0])
-        if newest[0].repository == known[0].repository or known[0] in origins(self.repository):
-            return by_time
-        left = writer.repository.manifest(known[1])
-        epoch = mirror_epoch(left, self.repository)
-        if epoch is None or epoch == newest[1].epoch:
-            return by_time
-        ahead = newest[1].epoch > epoch
-        if ahead and not by_time:
-            warnings.warn(
-                f"version {known[1].number} (step {left.step}) of {writer.repository.store.url} "
-                "was saved when another process had already taken the run over: the run goes on "
-                f"from step {self._step}, which that one copied to {self._store.url}; to keep the "
-                f"other, `emberkeep fork` it before retention removes it",
-                stacklevel=2,
-            )
-        return ahead
 
     def marks(self) -> Json:
         """What versions say that are written while this process has the mirror."""
@@ -342,6 +309,7 @@ class Mirror:
         assert self._source is not None
         asked, given_up = self._asked, self._given_up  # before the newest version is looked up
         records_asked = self._records_asked
+        named = readable_tags(self._source)  # before that, too: no version of a name is newer
         newest = self._newest()
         if newest is None or self._fenced is not None or given_up.is_set():
             return None
@@ -350,12 +318,14 @@ class Mirror:
             # Before any version that was saved after them.
             if records_asked != self._records_answered:
                 self._with_room(partial(copy_restores, self._source, self.repository))
-            named = readable_tags(self._source)
             wanted = self._named_and_missing(named)
             due = asked != self._answered or self._due(self._source.manifest(newest).step)
-            for version in [*wanted, newest] if due and newest not in wanted else wanted:
-                self._copy(version, given_up)
-                self._copy_tags(named)
+            for version, name in wanted.items():
+                if version != newest:
+                    self._copy_named(version, name, given_up)
+                    self._copy_tags(named)
+            if due or newest in wanted:
+                self._copy(newest, given_up)
             self._copy_tags(named)
             self._named = named
             self._answer(asked if due else self._answered, records_asked)
@@ -369,12 +339,47 @@ class Mirror:
                 self._worker.changed.notify_all()
         return None
 
-    def _copy(self, version: VersionId, given_up: threading.Event) -> None:
+    def _copy_named(self, version: VersionId, name: str, given_up: threading.Event) -> None:
+        """Copies a version that has a name, if it can be: it must not keep the newest from the
+        mirror. Nor must the time that it takes, once the process was asked to stop."""
+        assert self._source is not None
+        try:
+            check_chain(self._source, version, self.repository)
+            self._copy(version, given_up, self._unless_stopping)
+        except (DamageError, NoVersionError, ConfigError) as error:
+            self._leave_out(version, name, f"cannot be copied to {self._store.url}: {error}")
+        except CancelledError:
+            if given_up.is_set():
+                raise
+            self._leave_out(
+                version, name,
+                f"was not copied to {self._store.url}: the process was asked to stop, and the "
+                "newest version comes first",
+            )  # fmt: skip
+
+    def _leave_out(self, version: VersionId, name: str, why: str) -> None:
+        self._left_out.add(version)
+        warnings.warn(
+            f"version {version.number}, which {name!r} names, {why}; newer ones are copied, and to "
+            "have it in a second place, `emberkeep fork` it",
+            stacklevel=1,
+        )
+
+    def _unless_stopping(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
+        for block in blocks:
+            if self.stopping():
+                raise CancelledError("the process was asked to stop")
+            yield block
+
+    def _copy(
+        self, version: VersionId, given_up: threading.Event,
+        watched: Callable[[Iterator[Buffer]], Iterator[Buffer]] = iter,
+    ) -> None:  # fmt: skip
         assert self._source is not None
         started, before = self._clock.monotonic(), self._writer.newest
         copy = partial(
             copy_version, self._source, version, self._writer, cancelled=given_up,
-            passing=partial(self._bandwidth.passing, cancelled=given_up),
+            passing=lambda blocks: self._bandwidth.passing(watched(blocks), given_up),
         )  # fmt: skip
         self._note(version, self._with_room(copy), before, started)
 
@@ -391,34 +396,36 @@ class Mirror:
             self._answered, self._records_answered, self._in_a_row = asked, records_asked, 0
             self._worker.changed.notify_all()
 
-    def _named_and_missing(self, named: dict[str, VersionId]) -> list[VersionId]:
-        """Versions with a name that the mirror lacks and can still take, oldest first. Each copy is
-        the newest there, so that none is made of what came before the newest."""
+    def _named_and_missing(self, named: dict[str, VersionId]) -> dict[VersionId, str]:
+        """Versions with a name that the mirror lacks and can still take, oldest first, and their
+        names. Each copy is the newest there, so that none is made of what came before the
+        newest."""
         assert self._source is not None
         if named == self._named:
-            return []
+            return {}
         there, standing = origins(self.repository), frozenset(self._source.versions())
-        found: list[VersionId] = []
+        found: dict[VersionId, str] = {}
         for name, version in sorted(named.items(), key=lambda tag: tag[1]):
             origin = origin_of(self._source, version) if version in standing else None
             if origin is None or origin in there or version in {*found, *self._left_out}:
                 continue
             if self._has is not None and version < self._has:
-                self._left_out.add(version)
-                warnings.warn(
-                    f"version {version.number}, which {name!r} names, is not in {self._store.url} "
-                    "and older than what is there: it was not copied, and its name neither; to "
-                    "have it in a second place, `emberkeep fork` it",
-                    stacklevel=1,
-                )
+                self._leave_out(
+                    version, name,
+                    f"is not in {self._store.url} and older than what is there: it was not copied, "
+                    "and its name neither",
+                )  # fmt: skip
             elif self._source.manifest(version).whole:
-                found.append(version)
+                found[version] = name
         return found
 
     def _copy_tags(self, named: dict[str, VersionId]) -> None:
+        """Names that have changed since they were copied: others may have moved in the mirror."""
         assert self._source is not None
-        if named != self._named:
-            self._with_room(partial(copy_tags, self._source, self.repository, move=True))
+        changed = {name for name in named if named[name] != self._named.get(name)}
+        if changed:
+            copy = partial(copy_tags, self._source, self.repository, epoch=self._writer.epoch)
+            self._with_room(partial(copy, move=True, only=changed))
 
     def _made_room(self) -> bool:
         """Whether what has come of age since the last copy could be removed."""

@@ -1,14 +1,50 @@
-"""Versions that are damaged in one place, or missing, and made whole from both."""
+"""Which version of two places counts, and what one lacks made whole from both."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from emberkeep.errors import DamageError, NoVersionError
-from emberkeep.repository import Repository, VersionId, Writer
-from emberkeep.repository.maintenance.repair import is_intact, repair
-from emberkeep.repository.maintenance.version_copy import Origin, copy_version
+from emberkeep.repository import Manifest, Repository, VersionId, Writer
+from emberkeep.repository.maintenance.repair import first_damage, is_intact, repair
+from emberkeep.repository.maintenance.run_records import readable_tags
+from emberkeep.repository.maintenance.version_copy import (
+    Origin,
+    copy_version,
+    is_aside,
+    mirror_epoch,
+    origins,
+)
+
+
+def is_ahead(
+    mirror: Repository, newest: tuple[Origin, VersionId],
+    repository: Repository, known: tuple[Origin, VersionId],
+) -> bool:  # fmt: skip
+    """Whether the newest version of the mirror counts, and not that of the repository.
+
+    What a process saved elsewhere after another had taken the mirror over, and made versions there,
+    is no part of the run, however late it was saved.
+    """
+    by_time = newest[0].newer_than(known[0])
+    if newest[0].repository == known[0].repository or known[0] in origins(mirror):
+        return by_time
+    left = repository.manifest(known[1])
+    epoch = mirror_epoch(left, mirror)
+    if epoch is None or epoch == newest[1].epoch:
+        return by_time
+    ahead = newest[1].epoch > epoch
+    if ahead and not by_time:
+        warnings.warn(
+            f"version {known[1].number} (step {left.step}) of {repository.store.url} was saved "
+            "when another process had already taken the run over: the run goes on from step "
+            f"{mirror.manifest(newest[1]).step}, which that one copied to {mirror.store.url}; to "
+            "keep the other, `emberkeep fork` it before retention removes it",
+            stacklevel=4,
+        )
+    return ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +57,12 @@ class Candidate:
     origin: Origin | None
 
 
-def candidates(repository: Repository, mirror: Repository) -> Iterator[Candidate]:
+def candidates(repository: Repository, mirror: Repository | None) -> Iterator[Candidate]:
     """The whole versions of both places, newest first, beginning with the repository's newest: what
-    the mirror has that is newer was brought before, or does not count."""
-    copies = {found[0]: found[1] for found in _whole(mirror) if found[0] is not None}
+    the mirror has that is newer was brought before, or does not count. What is aside in the
+    repository has the place that its copy in the mirror has."""
+    found_there = [] if mirror is None else _whole(mirror)
+    copies = {found[0]: found[1] for found in found_there if found[0] is not None}
     seen: set[Origin] = set()
     alone = sorted(copies.items(), key=lambda copy: copy[1])
     here = list(reversed(_whole(repository)))
@@ -50,7 +88,8 @@ def candidates(repository: Repository, mirror: Repository) -> Iterator[Candidate
 
 
 def _whole(repository: Repository) -> list[tuple[Origin | None, VersionId]]:
-    """The whole versions, oldest first, and those whose manifests cannot be read."""
+    """The whole versions that are not aside, oldest first, and those whose manifests cannot be
+    read."""
     found: list[tuple[Origin | None, VersionId]] = []
     for version in repository.versions():
         try:
@@ -60,23 +99,58 @@ def _whole(repository: Repository) -> list[tuple[Origin | None, VersionId]]:
         except NoVersionError:
             continue
         else:
-            if manifest.whole:
+            if manifest.whole and not is_aside(manifest):
                 found.append((Origin.of(manifest), version))
     return found
 
 
-def repaired(candidate: Candidate, mirror: Repository, writer: Writer) -> VersionId | None:
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """A version whose files are intact, and how many bytes had to be put for that."""
+
+    version: VersionId
+    nbytes: int
+
+
+def repaired(candidate: Candidate, mirror: Repository, writer: Writer) -> Repaired | None:
     """A version whose files are intact again, each from where it is; None if one is intact in
     neither place. Where the repository cannot even say what the version was made of, or has let it
     go, it is copied, and the newest from then on."""
     here, there = candidate.here, candidate.there
-    readable = here is not None and candidate.origin is not None
-    if here is not None and readable and repair(writer.repository, here, mirror) is not None:
-        return here
+    if here is not None and candidate.origin is not None:
+        nbytes = repair(writer.repository, here, mirror)
+        if nbytes is not None:
+            return Repaired(here, nbytes)
     # Before the first of a chain is copied: it would be the newest if another could not be.
     if there is None or not is_intact(mirror, there):
         return None
-    copied = copy_version(mirror, there, writer, again=here is not None).version
+    copied = copy_version(mirror, there, writer, again=here is not None)
+    nbytes = copied.nbytes
     if here is None:  # what it needs may be there, and damaged
-        repair(writer.repository, copied, mirror)
-    return copied
+        nbytes += repair(writer.repository, copied.version, mirror) or 0
+    return Repaired(copied.version, nbytes)
+
+
+def bring_named(name: str, mirror: Repository, writer: Writer) -> Manifest | None:
+    """Copies the version of a name from the mirror; None if the mirror has none of that name. It
+    stands aside: what the repository has that is newer stays its newest."""
+    found = readable_tags(mirror).get(name)
+    try:
+        if found is None:
+            return None
+        check_chain(mirror, found, writer.repository)
+        return copy_version(mirror, found, writer, aside=True)
+    except NoVersionError:  # the name was left behind
+        return None
+
+
+def check_chain(
+    source: Repository, version: VersionId, target: Repository, *, again: bool = False
+) -> None:
+    """`DamageError` if a version cannot be copied whole, before the first of several is: that would
+    be the newest of the target. One alone is checked when it is copied."""
+    there = {} if again else origins(target)
+    missing = [m for m in source.chain(version) if Origin.of(m) not in there]
+    damage = first_damage(source, version) if len(missing) > 1 else None
+    if damage is not None:
+        raise damage

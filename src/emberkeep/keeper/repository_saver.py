@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,13 @@ from emberkeep.checkpoint.targets import Subject
 from emberkeep.checkpoint.widths import Widths, is_lossy
 from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
-from emberkeep.errors import DamageError, NoRepositoryError, NoVersionError, StateError
+from emberkeep.errors import (
+    DamageError,
+    NoRepositoryError,
+    NoVersionError,
+    StateError,
+    StorageError,
+)
 from emberkeep.keeper.adopted_rows import (
     STEPS_APPLIED_TWICE,
     check_found,
@@ -31,7 +38,7 @@ from emberkeep.keeper.adopted_rows import (
     take_adopted,
 )
 from emberkeep.keeper.mirror import Mirror, MirrorStatus
-from emberkeep.keeper.mirror_repair import candidates, repaired
+from emberkeep.keeper.mirror_repair import Candidate, bring_named, candidates, repaired
 from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
@@ -39,7 +46,13 @@ from emberkeep.keeper.run_state import Captured, RunState
 from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.repository.grid.catalog_ahead import catalog_ahead
 from emberkeep.repository.history import look_at
-from emberkeep.repository.maintenance.version_copy import newest_readable, run_of
+from emberkeep.repository.maintenance.version_copy import (
+    is_aside,
+    newest_counted,
+    newest_origin,
+    newest_readable,
+    run_of,
+)
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Strategy
@@ -89,7 +102,7 @@ class RepositorySaver(Checkpointer):
                 "over. Bring its versions back; leave must_exist out to start a new run"
             )
         likely = None if history is None else history.newest
-        newest_ahead = Call(store, partial(_newest_of, repository, likely))
+        newest_ahead = Call(store, partial(_readable, repository, likely))
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
             history = None  # it takes as long as both places have versions: somebody may have come
@@ -118,8 +131,13 @@ class RepositorySaver(Checkpointer):
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
         found = self.writer.newest
-        newest = newest_ahead.result() if found == likely else _newest_of(repository, found)
-        newest = newest or newest_readable(repository, repository.versions())
+        newest = newest_ahead.result() if found == likely else _readable(repository, found)
+        self._aside: VersionId | None = None
+        """The version that was written last, if it is none that the run goes on from by itself."""
+        if newest is not None and is_aside(newest):
+            self._aside = newest.version
+        if newest is None or not newest.whole or is_aside(newest):
+            newest = newest_readable(repository, repository.versions())
         run = repository.id if newest is None else run_of(newest)
         if run != repository.id:  # the run has moved here
             self.run_marks = {**self.run_marks, "run": run}
@@ -161,7 +179,7 @@ class RepositorySaver(Checkpointer):
         """Names a version, the newest unless another is given; the name moves."""
         if version is None:
             self.wait()
-            chosen = self.repository.newest_whole()
+            chosen = self._newest_whole()
             if chosen is None:
                 raise NoVersionError(f"{self.url} has no version yet: save one first")
         else:
@@ -178,6 +196,7 @@ class RepositorySaver(Checkpointer):
         self.forget_chain()
         self._whole = None
         self._left_newer = not newest and has_newer(self.repository, version, self.spec.priority)
+        self._look_past_aside(version)
         self._tell_run()
 
     def _tell_run(self, run: str | None = None) -> None:
@@ -208,6 +227,9 @@ class RepositorySaver(Checkpointer):
         if isinstance(version, str) and not version.isdigit():
             version = self._named(version).number
         number = None if version is None else int(version)
+        if number is None and self._last_is_aside:
+            counted = newest_counted(self.repository)
+            number = None if counted is None else counted.number
 
         def restore(number: int | None) -> Restored | None:
             # What the mirror has intact is not passed over.
@@ -223,8 +245,10 @@ class RepositorySaver(Checkpointer):
             if mirror is None:
                 raise
             restored = self._restore_from_both(mirror.repository, error, restore, fall_back)
-        if restored is not None and self._mirror is not None:
-            self._mirror.offer_records()
+        if restored is not None:
+            self._look_past_aside(restored.manifest.version)
+            if self._mirror is not None:
+                self._mirror.offer_records()
         self._tell_run()
         if restored is None:
             self._begin_new()
@@ -234,6 +258,22 @@ class RepositorySaver(Checkpointer):
             self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
         return _returned(restored)
 
+    @property
+    def _last_is_aside(self) -> bool:
+        return self._aside is not None and self._aside == self.writer.newest
+
+    def _newest_whole(self) -> VersionId | None:
+        """The newest whole version, but for what was brought from the mirror by its name."""
+        if not self._last_is_aside:
+            return self.repository.newest_whole()
+        found = newest_origin(self.repository)
+        return None if found is None else found[1]
+
+    def _look_past_aside(self, version: VersionId) -> None:
+        """Whether the run has left newer versions does not depend on what is aside."""
+        if self._last_is_aside:
+            self._left_newer = version != newest_counted(self.repository)
+
     def _begin_new(self) -> None:
         """There is no version: the run begins with the rows that are there, unless files had
         them."""
@@ -241,7 +281,7 @@ class RepositorySaver(Checkpointer):
 
     def _beside_adopted(self, fits: Fits) -> Returned | None:
         """All but rows from the newest version, and how far rows are ahead of it."""
-        newest = self.repository.newest_whole()
+        newest = self._newest_whole()
         if newest is None:
             view_of(self.subject).clear()
             return None
@@ -257,13 +297,20 @@ class RepositorySaver(Checkpointer):
     # -- the mirror ------------------------------------------------------------------------------
 
     def _named(self, name: str) -> VersionId:
-        """The version of a name; one that the mirror alone has is brought from there."""
+        """The version of a name; one that the mirror alone has is brought from there. It stands
+        aside: the newest version of the repository stays what it was, until the run has gone on
+        from the other one and saved."""
         try:
             return self.repository.named(name)
         except NoVersionError:
-            brought = None if self._mirror is None else self._mirror.bring_named(name, self.writer)
+            if self._mirror is None:
+                raise
+            self.learn_outcome()  # no two versions are written at once
+            brought = bring_named(name, self._mirror.repository, self.writer)
             if brought is None:
                 raise
+            if is_aside(brought) and brought.version == self.writer.newest:
+                self._aside = brought.version
             self.repository.tag(name, brought.version, move=True)
             self._tell("brought_from_mirror", _brought(brought))
             return brought.version
@@ -273,34 +320,65 @@ class RepositorySaver(Checkpointer):
         restore: Callable[[int | None], Restored | None], fall_back: bool,
     ) -> Restored | None:  # fmt: skip
         """Brings the newest version back although it is damaged here, if the mirror has what is
-        missing; with `fall_back` the newest that is intact in either place, or in both together."""
+        missing; with `fall_back` the newest that is intact in either place, or in both together. A
+        repair that fails, for want of room or because a place cannot be reached, ends nothing then
+        that an older version could go on from."""
         lost: list[VersionId] = []
-        for number, candidate in enumerate(candidates(self.repository, mirror)):
+        for number, candidate in enumerate(self._candidates(mirror, fall_back)):
             damage = error
-            if number and candidate.here is not None:
-                try:
+            try:
+                if number and candidate.here is not None:
                     restored = restore(candidate.here.number)
                     return restored and replace(restored, lost=tuple(lost))
-                except DamageError as another:
-                    damage = another
-            found = repaired(candidate, mirror, self.writer)
-            if found is not None:
-                manifest = self.repository.manifest(found)
+            except DamageError as another:
+                damage = another
+            try:
+                found = self._repaired(candidate, mirror, damage)
+                if found is not None:
+                    restored = restore(found.number)
+                    return restored and replace(restored, lost=tuple(lost))
+            except (DamageError, NoVersionError, StorageError) as another:
+                if not fall_back:
+                    raise
                 warnings.warn(
-                    f"{damage}; version {found.number} (step {manifest.step}) was repaired from "
-                    f"the mirror {mirror.store.url}, and the run goes on from it",
+                    f"{damage}; it could not be repaired: {another}; an older version is taken",
                     stacklevel=6,
                 )
-                self._tell("brought_from_mirror", _brought(manifest))
-                restored = restore(found.number)
-                return restored and replace(restored, lost=tuple(lost))
-            if candidate.there is not None:
-                warnings.warn(f"{damage}; so is the copy in the mirror", stacklevel=6)
             if candidate.here is not None:
                 lost.append(candidate.here)
             if not fall_back:
                 break
         raise error
+
+    def _candidates(self, mirror: Repository, fall_back: bool) -> list[Candidate]:
+        try:
+            return list(candidates(self.repository, mirror))
+        except StorageError as error:
+            if not fall_back:
+                raise
+            warnings.warn(
+                f"what {mirror.store.url} has is not taken into account: {error}", stacklevel=7
+            )
+            return list(candidates(self.repository, None))
+
+    def _repaired(
+        self, candidate: Candidate, mirror: Repository, damage: DamageError
+    ) -> VersionId | None:
+        """The version, if all its files are what was written, by now or as ever."""
+        found = repaired(candidate, mirror, self.writer)
+        if found is None:
+            if candidate.there is not None:
+                warnings.warn(f"{damage}; so is the copy in the mirror", stacklevel=7)
+            return None
+        if found.nbytes:
+            manifest = self.repository.manifest(found.version)
+            warnings.warn(
+                f"{damage}; version {found.version.number} (step {manifest.step}) was repaired "
+                f"from the mirror {mirror.store.url}, and the run goes on from it",
+                stacklevel=7,
+            )
+            self._tell("brought_from_mirror", _brought(manifest))
+        return found.version
 
     def _tell_saved(
         self, saving: Saving[Manifest], *, version: int | None, kind: str, nbytes: int,
@@ -364,9 +442,11 @@ class RepositorySaver(Checkpointer):
         return kept_nbytes(self.repository.store)
 
 
-def _newest_of(repository: Repository, version: VersionId | None) -> Manifest | None:
-    """The manifest of a version, if it is whole and can be read."""
-    return newest_readable(repository, [v for v in (version,) if v is not None])
+def _readable(repository: Repository, version: VersionId | None) -> Manifest | None:
+    """The manifest of a version, if it can be read."""
+    with suppress(DamageError, NoVersionError):
+        return None if version is None else repository.manifest(version)
+    return None
 
 
 def _brought(copied: Manifest) -> Json:

@@ -12,8 +12,8 @@ import pytest
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import SaveSettings
-from emberkeep.errors import DamageError, FullError
-from emberkeep.repository import Collector
+from emberkeep.errors import DamageError, FullError, StorageError
+from emberkeep.repository import Collector, Repository
 from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.keeper.test_mirror import FailingStore, Life, steps_in
@@ -137,3 +137,69 @@ def test_ctrl_c_ends_the_copy_under_way() -> None:
         interrupted()
     life.mirror._worker.join(timedelta(seconds=10))  # it raises if the thread is still at work
     assert life.heard("mirrored") == []
+
+
+class RefusingStore(MemoryStore):
+    """Has no room for objects whose names begin with `refused`, if that is not empty."""
+
+    refused = ""
+
+    def put(self, name: str, data: Any) -> int:
+        if self.refused and name.startswith(self.refused):
+            raise FullError(f"there is no room for {name}")
+        return super().put(name, data)
+
+
+@pytest.mark.filterwarnings("ignore:a version could not be copied")
+def test_a_mirror_that_is_full_does_not_keep_a_run_from_starting() -> None:
+    """The record of a restore is not there yet."""
+    local, mirror = MemoryStore(), RefusingStore()
+    Life(local, mirror, strategy=FULL).train(2).keeper.close()
+    mirror.refused = "restores"
+    Life(local, mirror, strategy=FULL).train(4).keeper.wait()
+    third = Life(local, mirror, strategy=FULL)
+    assert third.resumed is not None
+    assert third.resumed.step == 4
+    mirror.refused = ""
+    third.keeper.close()
+    assert Repository.open(mirror).restores() == Repository.open(local).restores() == 2
+
+
+def _damaged_newest(local: MemoryStore, mirror: MemoryStore, monkeypatch: Any) -> Life:
+    """A process that has not resumed yet; the mirror has what could repair the newest version."""
+    strategy = ek.incremental(every=2, layout="full", keep=5)
+    Life(local, mirror, strategy=strategy).train(2).settle().train(4).keeper.close()
+    repository = Repository.open(local)
+    local.put(repository.manifest(repository.versions()[-1]).files[0].name, b"damage")
+    with monkeypatch.context() as patched:
+        patched.setattr(ek.Keeper, "resume", lambda _: None)
+        return Life(local, mirror, strategy=strategy)
+
+
+def test_falling_back_goes_on_where_there_is_no_room_for_a_repair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local = RefusingStore()
+    life = _damaged_newest(local, MemoryStore(), monkeypatch)
+    local.refused = "data"
+    with pytest.raises(FullError):
+        life.keeper.resume()
+    with pytest.warns(UserWarning, match=r"could not be repaired: there is no room"):
+        resumed = life.keeper.resume(fall_back=True)
+    assert resumed is not None
+    assert resumed.step == 2
+
+
+@pytest.mark.filterwarnings("ignore:a version could not be copied")
+def test_falling_back_goes_on_where_the_mirror_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirror = FailingStore()
+    life = _damaged_newest(MemoryStore(), mirror, monkeypatch)
+    mirror.down = True
+    with pytest.raises(StorageError):
+        life.keeper.resume()
+    with pytest.warns(UserWarning, match=r"not taken into account: the network is down"):
+        resumed = life.keeper.resume(fall_back=True)
+    assert resumed is not None
+    assert resumed.step == 2

@@ -12,7 +12,9 @@ import pytest
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import SaveSettings
-from emberkeep.errors import NoVersionError
+from emberkeep.checkpoint.held_version import HeldVersion
+from emberkeep.checkpoint.saver import Checkpointer
+from emberkeep.errors import DamageError, NoVersionError
 from emberkeep.repository import Collector, KeepFor, Repository, Writer, names, verify
 from emberkeep.repository.maintenance.version_copy import copy_version
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -221,3 +223,30 @@ def test_falling_back_takes_what_the_mirror_alone_has(monkeypatch: pytest.Monkey
         resumed = life.keeper.resume(fall_back=True)
     assert resumed.step == 4  # type: ignore[union-attr]
     assert life.bits() == places.middle
+
+
+@pytest.mark.filterwarnings("ignore:.*has no reader")
+def test_falling_back_passes_over_a_version_whose_files_are_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is nothing to repair, and it cannot be restored all the same."""
+    places, restore = Damaged(monkeypatch), Checkpointer._restore
+
+    def refusing(self: Checkpointer, held: HeldVersion, *more: Any) -> Any:
+        if held.manifest.step == 6:
+            held.let_go()
+            raise DamageError("a piece names a row that there is not", name="piece")
+        return restore(self, held, *more)
+
+    monkeypatch.setattr(Checkpointer, "_restore", refusing)
+    with pytest.raises(DamageError, match="names a row that there is not"):
+        places.start().keeper.resume()
+    life = places.start()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed = life.keeper.resume(fall_back=True)
+    assert resumed.step == 4  # type: ignore[union-attr]
+    assert life.bits() == places.middle
+    texts = [str(each.message) for each in said]
+    assert not [text for text in texts if "was repaired" in text]
+    assert [text for text in texts if "were passed over" in text]
