@@ -19,9 +19,11 @@ import pytest
 
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.errors import DamageError
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing import RecordingDisk, power_cut
 from emberkeep.tiers import durable_open, log, superblock
+from emberkeep.tiers.superseded import Superseded
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.nightly import by_night
 from tests.unit.tiers.test_tiered_slab import tiered
@@ -33,6 +35,7 @@ TABLES = [
 ]
 OPTIMIZER = Adagrad(lr=0.1)
 Acknowledged = list[tuple[int, int]]
+Live = Callable[[Path, np.random.Generator, dict[int, Any], int], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +118,48 @@ def live(path: Path, random: np.random.Generator, models: dict[int, Any], shards
     return make_disk().calls, acknowledged
 
 
-def check_lives(base: Path, seed: int, lives: int, shards: int) -> None:
+def maybe_clear(cluster: LocalCluster, random: np.random.Generator) -> None:
+    """Now and then all rows go, as when a version is restored, and others take their place."""
+    if random.random() < 0.25:
+        cluster.clear()
+        for _ in range(int(random.integers(0, 12))):
+            train(cluster, random)
+
+
+def live_with_clears(
+    path: Path, random: np.random.Generator, models: dict[int, Any], shards: int
+) -> Any:
+    """As `live`, with all rows cleared and batches given up at any point."""
+    make_disk = recording(path)
+    cluster = start(path, make_disk, shards)
+    back = cluster.tier_batch() or 0
+    if back:
+        assert everything(cluster) == models[back]
+    acknowledged: Acknowledged = [(len(make_disk().calls), back)]
+    for batch in range(back + 1, back + 1 + int(random.integers(3, 9))):
+        train(cluster, random)
+        maybe_clear(cluster, random)
+        if random.random() < 0.4:
+            continue
+        models[batch] = everything(cluster)
+        prepared = cluster.prepare_tiers(batch)
+        train(cluster, random)
+        maybe_clear(cluster, random)
+        given_up = random.choice(["no", "no", "while prepared", "once prepared"])
+        if given_up != "while prepared":
+            for future in prepared:
+                future.result(60)
+        if given_up == "no":
+            cluster.commit_tiers()
+            acknowledged.append((len(make_disk().calls), batch))
+        else:
+            cluster.abandon_tiers()
+        maybe_clear(cluster, random)
+    end(cluster)
+    return make_disk().calls, acknowledged
+
+
+def check_lives(base: Path, seed: int, lives: int, shards: int, live: Live = live) -> None:
     random = np.random.default_rng(seed)
     chance = Random(seed)
     models: dict[int, Any] = {}
@@ -145,6 +189,12 @@ def test_what_comes_back_is_a_batch_that_was_durable_bit_for_bit(tmp_path: Path,
     check_lives(tmp_path / "tier", seed, lives=5, shards=1 + seed % 2)
 
 
+@pytest.mark.parametrize("seed", [*range(40, 44), *by_night(range(44, 52))])
+def test_rows_that_were_cleared_do_not_come_back(tmp_path: Path, seed: int) -> None:
+    """Space of what no batch can have is used again at once: nothing that one has may be there."""
+    check_lives(tmp_path / "tier", seed, lives=6, shards=1 + seed % 2, live=live_with_clears)
+
+
 @pytest.mark.parametrize("seed", [20, 21, *by_night((22, 23))])
 def test_long_heads_are_torn_one_at_a_time(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +209,27 @@ def test_long_heads_are_torn_one_at_a_time(
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_long_lives_under_power_cuts(tmp_path: Path, seed: int) -> None:
     check_lives(tmp_path / "tier", seed, lives=12, shards=1 + seed % 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(400, 500))
+def test_long_lives_with_clears_under_power_cuts(tmp_path: Path, seed: int) -> None:
+    check_lives(tmp_path / "tier", seed, lives=12, shards=1 + seed % 3, live=live_with_clears)
+
+
+def test_clears_find_space_that_is_used_again_too_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above have teeth: segments that always count as written after a clear."""
+
+    def begin_segment(superseded: Superseded, segment: int) -> None:
+        superseded._loose[segment] = True
+
+    monkeypatch.setattr(Superseded, "begin_segment", begin_segment)
+    with pytest.raises((AssertionError, DamageError)):  # noqa: PT012
+        for seed in range(40, 52):
+            path = tmp_path / str(seed)
+            check_lives(path, seed, lives=6, shards=1 + seed % 2, live=live_with_clears)
 
 
 def test_nothing_survives_that_was_not_synced(tmp_path: Path) -> None:
