@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import (
     DamageError,
+    EmberkeepError,
     NoRepositoryError,
     NoVersionError,
     StateError,
@@ -43,7 +44,7 @@ from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
-from emberkeep.repository import Manifest, Repository, VersionId, names
+from emberkeep.repository import Manifest, Pin, Repository, VersionId, names
 from emberkeep.repository.grid.catalog_ahead import catalog_ahead
 from emberkeep.repository.history import look_at
 from emberkeep.repository.maintenance.version_copy import (
@@ -69,6 +70,8 @@ class RepositorySaver(Checkpointer):
     """
 
     busy = False
+    _aside: VersionId | None = None
+    """The version that was written last, if it is none that the run goes on from by itself."""
 
     def __init__(
         self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
@@ -132,8 +135,6 @@ class RepositorySaver(Checkpointer):
             self.run_marks = copies.marks()
         found = self.writer.newest
         newest = newest_ahead.result() if found == likely else _readable(repository, found)
-        self._aside: VersionId | None = None
-        """The version that was written last, if it is none that the run goes on from by itself."""
         if newest is not None and is_aside(newest):
             self._aside = newest.version
         if newest is None or not newest.whole or is_aside(newest):
@@ -268,6 +269,20 @@ class RepositorySaver(Checkpointer):
             return self.repository.newest_whole()
         found = newest_origin(self.repository)
         return None if found is None else found[1]
+
+    def _collect(self) -> None:
+        """Retention counts from what was written last: where that is aside, the newest version is
+        held meanwhile, which nothing else may have."""
+        with ExitStack() as held:
+            if self._last_is_aside:
+                try:
+                    counted = newest_counted(self.repository)
+                    if counted is not None:
+                        held.enter_context(Pin(self.repository, counted))
+                except EmberkeepError as error:
+                    warnings.warn(f"old versions could not be removed: {error}", stacklevel=2)
+                    return
+            super()._collect()
 
     def _look_past_aside(self, version: VersionId) -> None:
         """Whether the run has left newer versions does not depend on what is aside."""

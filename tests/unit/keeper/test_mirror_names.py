@@ -153,6 +153,20 @@ def test_a_version_that_is_brought_by_name_is_not_the_newest() -> None:
     assert Life(local, None, strategy=EVERY).resumed.step == 12  # type: ignore[union-attr]
 
 
+def test_retention_does_not_take_a_version_that_was_brought_by_name_for_the_newest() -> None:
+    """A save that finds no room has what is old removed, before anything was saved again."""
+    local, mirror = _named_elsewhere()
+    life = Life(local, mirror, strategy=FEW, mirror_every="100 steps").train(12)
+    life.keeper.wait()
+    assert _resumed(life, "best") == 2
+    saver = life.keeper._saver
+    assert isinstance(saver, RepositorySaver)
+    saver._collect()
+    assert steps_in(local) == [12, 2]
+    life.train(4).keeper.close()  # the run has gone on, and nothing holds the other any more
+    assert steps_in(local) == [2, 4]
+
+
 def test_a_run_that_goes_on_from_a_name_is_the_newest_again() -> None:
     local, mirror = _named_elsewhere()
     life = Life(local, mirror, strategy=EVERY).train(12)
