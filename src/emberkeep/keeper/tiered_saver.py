@@ -70,6 +70,7 @@ class TieredSaver(RepositorySaver):
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
         self._stopping = self._batches_ended = self._rows_chosen = False
+        self._cutting_version = False
         self._batch_failure: Exception | None = None
         if has_found(self.subject) and self._tier.resumable() is not None:
             choose_found(self.subject)
@@ -136,7 +137,11 @@ class TieredSaver(RepositorySaver):
     def _cut_version(
         self, step: int, state: Captured | None, counters: Counters
     ) -> Saving[Manifest]:
-        saving = super().cut(step, state, counters)
+        self._cutting_version = True
+        try:
+            saving = super().cut(step, state, counters)
+        finally:
+            self._cutting_version = False
         self._version_at, self._version_step = self._clock.monotonic(), step
         return saving
 
@@ -206,7 +211,9 @@ class TieredSaver(RepositorySaver):
         return super().join(timeout) and joined
 
     def join_unless_stopping(self) -> bool:
-        return self._tier.join_unless_stopping() and super().join_unless_stopping()
+        # A version that is being cut does not wait for the batch of its own step.
+        batch_ended = self._cutting_version or self._tier.join_unless_stopping()
+        return batch_ended and super().join_unless_stopping()
 
     def check_caller(self) -> None:
         self._tier.check_caller()
