@@ -154,7 +154,8 @@ class ParityLossError(EmberkeepError):
 
 
 class PeerError(EmberkeepError):
-    """A shard that another one needs does not answer; nothing was lost. Worth asking again."""
+    """A shard that another one needs does not answer, or is short of memory; nothing was lost.
+    Worth asking again."""
 
     exit_code = 52
 

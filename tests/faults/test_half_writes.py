@@ -11,6 +11,7 @@ import pytest
 
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer
+from emberkeep.checkpoint.recovery import Home, load_shards, steps_of
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.erasure.codes import Parity
@@ -45,6 +46,11 @@ class Servers:
     def both(self, change: Callable[[Any], object]) -> None:
         for cluster in (self.twin, self.cluster):
             change(cluster)
+
+    def load_shard(self, saver: Checkpointer, shard: int) -> None:
+        """What a partial recovery does between renewing a shard and having it serve."""
+        home = Home(self.cluster, {table.name: table.name for table in TABLES})
+        assert load_shards(saver, home, [shard], steps_of(self.cluster)) is not None
 
     def check(self) -> None:
         assert state(self.cluster) == state(self.twin)

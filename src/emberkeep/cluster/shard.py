@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from emberkeep._types import F32, I64, Array, Planes, Rates, RowIds
+from emberkeep._types import F32, I64, Array, Bools, Planes, Rates, RowIds
 from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.erasure.coded_slabs import Recorder, state_of
 from emberkeep.erasure.member import ParityMember
@@ -84,10 +84,8 @@ class Shard:
     rows are still on their way back has `bring_back`: what a call needs is brought back first, and
     the rest has to wait for nobody.
 
-    `slabs` opens them, as `open_slab` does.
-
-    The tiers of tables are those of all shards together, unless it is `alone` on its machine.
-    `advance` is called while files of tiers are read.
+    `slabs` opens them, as `open_slab` does. The tiers of tables are those of all shards together,
+    unless it is `alone` on its machine. `advance` is called while files of tiers are read.
     """
 
     def __init__(
@@ -147,8 +145,6 @@ class Shard:
         """Rows change, and messages to parity are numbered, with this lock held."""
         return self._lock
 
-    # -- parity ----------------------------------------------------------------------------------
-
     def protect(self, member: ParityMember) -> None:
         """From here on every change of a row goes to its member of parity."""
         with self._lock:
@@ -169,7 +165,14 @@ class Shard:
         except BaseException as error:
             if self.lost_with_writes:
                 self.tear(error)
+            else:
+                self._forget_recorded()
+                self.member.unsaid(error)
             raise
+
+    def _forget_recorded(self) -> None:
+        for recorder in self._recorders:
+            recorder.forget()
 
     @contextmanager
     def _recording_at_least(self, *, checked: bool = False) -> Iterator[None]:
@@ -253,6 +256,8 @@ class Shard:
             self.state = "lost"
             slabs, self.slabs, self._places = self.slabs, [], {}
             self._recorders, self.bring_back, self.make_room = [], None, None
+            if self.member is not None:
+                self.member.end()
             lost = ShardLostError((self.index,))
             end_all(*(partial(slab.drop, lost) for slab in slabs))
 
@@ -419,11 +424,11 @@ class Shard:
                 first = last
             self._record()
 
-    def check_upsert(self, table: str, ids: I64) -> None:
-        """Everything that can refuse an upsert whose rows were checked, before any row changes."""
+    def check_upsert(self, table: str, ids: I64) -> Bools:
+        """Everything that can refuse an upsert whose rows were checked, before any row changes;
+        which of the ids have rows."""
         with self._lock:
-            self._must_serve()
-            upserts.check_room(*self._places[table], ids)
+            return upserts.check_room(*self._place(table), ids)
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, Array], edit: Edit = NO_EDIT
@@ -431,10 +436,8 @@ class Shard:
         """Writes rows from outside, which were checked; see `Cluster.upsert`."""
         self._before_write()
         slab, t = self._place(table)
-        if slab.has_plane(t, upserts.USED):  # who is evicted depends on how old all rows are
-            self._need_rows(table)
-        else:
-            self._need_rows(table, ids)
+        # Who is evicted depends on how old all rows are.
+        self._need_rows(table, None if slab.has_plane(t, upserts.USED) else ids)
         if slab.snapshot is not None:
             slab.snapshot.wait_for_room()
         with self._lock:
@@ -474,8 +477,7 @@ class Shard:
     def touched_ids(self, table: str) -> I64:
         """The ids of a table's rows that were trained and not deleted since, ascending."""
         with self._lock:
-            self._must_serve()
-            slab, t = self._places[table]
+            slab, t = self._place(table)
             return slab.touched_ids(t)
 
     def table_state(self) -> dict[str, Any]:
@@ -595,5 +597,4 @@ class Shard:
             self._must_live()
             for slab in self.slabs:
                 slab.clear()
-            for recorder in self._recorders:
-                recorder.forget()
+            self._forget_recorded()

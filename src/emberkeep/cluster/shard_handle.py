@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from emberkeep._types import I64, Json, Planes
+from emberkeep._types import I64, Bools, Json, Planes
 from emberkeep.cluster.shard import State
 from emberkeep.cluster.table_states import NO_EDIT, Edit
 from emberkeep.rows.priority import Priority
@@ -45,7 +45,7 @@ class ShardHandle(Protocol):
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None: ...
 
-    def check_upsert(self, table: str, ids: I64) -> None: ...
+    def check_upsert(self, table: str, ids: I64) -> Bools: ...
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: Edit = NO_EDIT

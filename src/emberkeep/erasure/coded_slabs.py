@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from emberkeep.kernels import batch_rows, galois, recorded_updates
 from emberkeep.kernels.job_rounds import MOST_JOBS
 from emberkeep.rows.push import Recording, Writer
 from emberkeep.rows.slab import Slab, slab_rows
-from emberkeep.runtime.memory import lazy_zeros
+from emberkeep.runtime.memory import lazy_zeros, zero_again
 from emberkeep.runtime.pool import Job, spans
 
 _ID_NBYTES = 8
@@ -114,6 +115,9 @@ class Recorder:
     Code that is about to change rows calls `before_write`; when it is done, `take` has the
     differences of all of them, each row once. A push of fixed tables, which is nearly all that
     ever happens, calls `before_update` instead, and has its kernel take the differences.
+
+    Where one of these fails, some differences are lost: `take` raises the same error until they
+    are forgotten.
     """
 
     def __init__(self, number: int, slab: Slab, k: int) -> None:
@@ -125,6 +129,7 @@ class Recorder:
         self._captured = lazy_zeros(slab.touched.shape, np.uint64)
         self._parts: list[_Captured] = []
         self._update: _Update | None = None
+        self._failed: BaseException | None = None
 
     def before_update(self, written: I64) -> Recording | None:
         """Makes room for the differences of rows, which the optimizer's kernel takes.
@@ -147,6 +152,10 @@ class Recorder:
 
     def before_write(self, written: I64) -> None:
         """Keeps rows as they are, unless they were kept since the last `take`."""
+        with self._whole_or_failed():
+            self._keep(written)
+
+    def _keep(self, written: I64) -> None:
         self._end_update()
         found, bounds = np.empty(written.size, np.int64), np.empty(self._k + 1, np.int64)
         count = galois.capture(written, self._k, self._captured, bounds, found)
@@ -158,6 +167,20 @@ class Recorder:
 
     def take(self) -> Changed | None:
         """What changed since the last call; None if nothing was about to."""
+        if self._failed is not None:
+            raise self._failed
+        with self._whole_or_failed():
+            return self._take()
+
+    @contextmanager
+    def _whole_or_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _take(self) -> Changed | None:
         update = self._update
         if update is not None and update.done[0] and not self._parts:
             self._update = None
@@ -179,9 +202,11 @@ class Recorder:
 
     def forget(self) -> None:
         """Lets go of what was kept."""
+        if self._failed is not None:  # which bits are set is not known
+            zero_again(self._captured)
         for part in self._parts:
             batch_rows.clear_bits(self._captured, part.rows)
-        self._parts, self._update = [], None
+        self._parts, self._update, self._failed = [], None, None
 
     def _end_update(self) -> None:
         """A push was interrupted before its differences were taken: its rows as they were are

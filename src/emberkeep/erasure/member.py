@@ -27,6 +27,7 @@ from emberkeep.erasure.messages import (
     of_write,
 )
 from emberkeep.erasure.source import Source
+from emberkeep.errors import ShardLostError
 
 Post = Callable[[int, Message], object]
 
@@ -63,7 +64,13 @@ class ParityMember:
     """One shard's stream, its parity of others, and its rows.
 
     `lock` is the shard's: rows change and messages are numbered under it. `post` sends a message
-    to a host; it is called under the lock, so it must not wait for another shard.
+    to a host; it is called under the lock, so it must not wait for another shard. `unsaid` hears,
+    under the lock too, that rows have changed by what cannot be said any more: parity is not what
+    they are.
+
+    When its shard is lost, be it half-way through a write, the stream `end`s: nothing is said
+    of rows that are not there, and no message follows that hosts would take for the end of the
+    write.
     """
 
     def __init__(
@@ -75,13 +82,16 @@ class ParityMember:
         placement: Placement,
         lock: AbstractContextManager[Any],
         post: Post,
+        unsaid: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         self.source = source
         self.host = host
         self.rows = rows
         self.placement = placement
         self.lock = lock
+        self.unsaid = unsaid
         self._post = post
+        self._ended = False
 
     @property
     def index(self) -> int:
@@ -93,7 +103,16 @@ class ParityMember:
         said = of_write(parts, push, state)  # all of it first: a write that began also ends
         return [self._send(body) for body in said][-1]
 
+    def end(self) -> None:
+        """The shard is lost: says nothing any more. With the lock held."""
+        self._ended = True
+
+    def _must_live(self) -> None:
+        if self._ended:
+            raise ShardLostError((self.index,))
+
     def _send(self, body: Differences | Values | Fill) -> int:
+        self._must_live()
         message = self.source.message(body)
         for host in self.source.hosts:
             self._post(host, message)
@@ -107,6 +126,8 @@ class ParityMember:
     def leave_out(self, host: int) -> None:
         """Sends nothing more to a host that holds nothing, and says so to the others."""
         with self.lock:
+            if self._ended:
+                return
             self.source.leave_out(host)
             self._send(Differences((), None, self.source.state))
 
@@ -127,6 +148,7 @@ class ParityMember:
         slot = self.placement.slot(self.index, wanted.group)
         rows = wanted.stripes * self.placement.k + slot
         with self.lock:
+            self._must_live()
             unknown = self.rows.unknown(wanted.slab, wanted.layer, rows)
             if unknown.all():
                 self._send(Values(wanted.number, slot, None, unknown))
@@ -141,6 +163,7 @@ class ParityMember:
         to a host that is left out."""
         slot = self.placement.slot(self.index, self.placement.group_on(host, p))
         with self.lock:
+            self._must_live()
             if host not in self.source.hosts:
                 return False
             every = np.arange(start, stop) * self.placement.k + slot

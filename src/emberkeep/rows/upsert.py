@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, Planes
+from emberkeep._types import I64, Bools, Planes
 from emberkeep.errors import IdError, StateError
 from emberkeep.rows.push import outside
 from emberkeep.rows.slab import Slab
@@ -102,12 +102,15 @@ def _as_kind(
     return np.ascontiguousarray(values, kind)
 
 
-def check_room(slab: Slab, table: int, ids: I64) -> None:
-    """Raises `TableFullError` if a table has no room for those of the ids that are new."""
-    if table in slab.slots:
-        wanted = slab.one_table(table, ids)
-        found, unknown = slab.resolve(wanted)
-        slab.check_room(table, slab.slots[table], wanted, found, unknown[table])
+def check_room(slab: Slab, table: int, ids: I64) -> Bools:
+    """Raises `TableFullError` if a table has no room for those of the ids that are new; returns
+    which are not."""
+    if table not in slab.slots:
+        return np.ones(ids.size, np.bool_)
+    wanted = slab.one_table(table, ids)
+    found, unknown = slab.resolve(wanted)
+    slab.check_room(table, slab.slots[table], wanted, found, unknown[table])
+    return found >= 0
 
 
 def write(slab: Slab, table: int, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:

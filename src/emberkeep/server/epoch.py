@@ -482,11 +482,13 @@ class Epoch:
     @contextmanager
     def writing_alone(self) -> Iterator[None]:
         """`writing`, and no push is between its check and its application meanwhile: places that it
-        found stay those of its rows, and of a tier in memory."""
+        found stay those of its rows, and of a tier in memory. Every host of the parity of a shard
+        that serves holds what was written when this ends."""
         if self.shard.make_room is not None:
             self.shard.make_room()  # not with the lock: pushes need not wait for parity hosts
         with self._push_lock, self.writing():
             yield
+        self._flush()
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, Array], edit: Edit, after: tuple[int, ...]
@@ -503,8 +505,12 @@ class Epoch:
                 raise EpochError("a later push of this client was applied before: this is late")
             with self.writing():
                 self.shard.upsert(table, ids, planes, edit)
-        if self.parity_service is not None:
-            # Not left to the client: one that does not coordinate knows nothing of parity.
+        self._flush()
+
+    def _flush(self) -> None:
+        """Not left to the client: one that does not coordinate knows nothing of parity. But who
+        recovers the shard does, and sees to it when the shard serves."""
+        if self.parity_service is not None and self.shard.state == "serving":
             self.parity_service.flush()
 
     def applied(self, incarnation: int, world: int = 1) -> int:

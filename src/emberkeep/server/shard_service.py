@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Answer = tuple[Json, Arrays]
 
 _NONE: dict[str, npt.NDArray[Any]] = {}
+_Error = TypeVar("_Error", bound=BaseException)
 _NICE = 10  # of rounds, as of saves: pulls and pushes come first
 
 
@@ -168,15 +169,18 @@ class ShardService:
         except EmberkeepError as error:
             self.metrics.refused += 1
             return refusal(self._met(error), 0 if epoch is None else epoch.number)
+        except BaseException as error:
+            self._met(error)
+            raise
 
-    def _met(self, error: EmberkeepError) -> EmberkeepError:
+    def _met(self, error: _Error) -> _Error | EpochError:
         """What is answered. Rows that cannot be read from a file of the tier are lost with their
         shard: the next admission opens its files again, and knows what to do about them. So are
         rows that a write has changed half-way."""
         epoch, tier = self._epoch, self._tier
         if epoch is not None and epoch.shard.torn:
-            self._tell("failed", {"error": str(error)})
             self.let_go(epoch)
+            self._tell("failed", {"error": str(error)})
             return error
         if epoch is None or tier is None or not isinstance(error, DamageError):
             return error
@@ -214,7 +218,7 @@ class ShardService:
         except EmberkeepError as error:
             yield pack_frame(describe_error(self._met(error)))
         except Exception as error:  # a bug must end one action, not the server
-            self.failed(error)
+            self.failed(self._met(error))
             yield pack_frame(describe_error(error))
 
     def act(self, kind: str, header: Json, arrays: Arrays) -> Iterator[Answer]:
@@ -374,8 +378,6 @@ class ShardService:
     def _ask_tier(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         yield tier_service.ask(self._checked(header), header), _NONE
 
-    # -- parity ----------------------------------------------------------------------------------
-
     def _protect(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         """Begins to keep parity of the others' rows, and to tell them of this shard's."""
         epoch = self._checked(header)
@@ -406,7 +408,9 @@ class ShardService:
         yield {"tables": self._checked(header).shard.table_state()}, _NONE
 
     def _load_table_state(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        yield {"rows": self._checked(header).shard.load_table_state(header["tables"])}, _NONE
+        with (epoch := self._checked(header)).writing_alone():
+            rows = epoch.shard.load_table_state(header["tables"])
+        yield {"rows": rows}, _NONE
 
     def _read(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = self._owned(header, arrays["ids"]).read(header["table"], arrays["ids"])
@@ -421,8 +425,8 @@ class ShardService:
         yield from (({}, part) for part in row_parts({"ids": ids}))
 
     def _digest(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        digest = self._checked(header).shard.digest(header["table"])
-        yield {"rows": digest.rows, "low": f"{digest.low:x}", "high": f"{digest.high:x}"}, _NONE
+        found = self._checked(header).shard.digest(header["table"])
+        yield {"rows": found.rows, "low": f"{found.low:x}", "high": f"{found.high:x}"}, _NONE
 
     def _install(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         planes = {name: values for name, values in arrays.items() if name != ""}
@@ -433,8 +437,8 @@ class ShardService:
         yield {}, _NONE
 
     def _check_upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
-        self._owned(header, arrays[""]).check_upsert(header["table"], arrays[""])
-        yield {}, _NONE
+        known = self._owned(header, arrays[""]).check_upsert(header["table"], arrays[""])
+        yield {}, {"known": known.view(np.uint8)}
 
     def _upsert(self, header: Json, arrays: Arrays) -> Iterator[Answer]:
         self._owned(header, arrays[""])
@@ -560,8 +564,6 @@ class ShardService:
         if int(header["epoch"]) != self._snapshot_epoch:
             raise EpochError(f"nothing is frozen in epoch {header['epoch']}")
         return self._snapshots
-
-    # -- ending ----------------------------------------------------------------------------------
 
     def drain(self, patience_seconds: float) -> bool:
         """Refuses what comes, waits for what is under way; whether it ended in time."""

@@ -401,6 +401,8 @@ def describe_error(error: BaseException) -> Json:
         return {"error": "ServerError", "message": f"the server's shard is gone: {error}"}
     if isinstance(error, EmberkeepError):
         return {"error": type(error).__name__, "message": str(error)}
+    if isinstance(error, MemoryError):  # of what was not done: it may be done in a moment
+        return {"error": "PeerError", "message": f"the server is short of memory: {error!r}"}
     return {"error": "EmberkeepError", "message": f"the server failed: {error!r}"}
 
 

@@ -105,6 +105,7 @@ class LocalParity:
             placement=place,
             lock=shard.lock,
             post=self._mail.post,
+            unsaid=self._mail.fail,
         )
 
     def _receive(self, letters: Sequence[Letter]) -> None:

@@ -33,7 +33,17 @@ from emberkeep.cluster.remote.timing import Timing
 from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.cluster.table_states import Edit
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import EmberkeepError, PeerError, RankError, ServerError, ShardLostError
+from emberkeep.errors import (
+    EmberkeepError,
+    GradientError,
+    IdError,
+    PeerError,
+    ProtocolError,
+    RankError,
+    ServerError,
+    ShardLostError,
+    TableFullError,
+)
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, Progress
@@ -485,13 +495,15 @@ class FlightCluster(RemoteCluster):
             raise shard.lose() from None
         except (RankError, PeerError):  # worth asking again: it is not refused
             raise
-        except EmberkeepError as error:
+        except (TableFullError, IdError, GradientError, ProtocolError) as error:
             warnings.warn(
                 f"shard {index} refuses a push that others have applied: {error}; its rows are "
                 "without that update",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        except EmberkeepError as error:  # no refusal: it may take it the next time
+            raise PeerError(f"shard {index} has not taken a push again: {error}") from error
 
     # -- rows from outside -----------------------------------------------------------------------
 

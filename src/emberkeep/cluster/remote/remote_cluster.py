@@ -359,15 +359,21 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def serve(self, *shards: int, exact: bool = False, pushes: _Pushes | None = None) -> None:
         """`pushes` says of some of them what their rows hold; of others it is what the newest
-        version does. Where that is `exact`, workers send what else they were answered again."""
-        for index in self._named(shards):
+        version does. Where that is `exact`, workers send what else they were answered again.
+        `ShardLostError` for those that are lost before parity holds what they were given: they
+        would come back from it without that."""
+        for index in (named := self._named(shards)):
             shard = self.handles[index]
             shard.began_with = dict((pushes or {}).get(index, shard.saved_pushes))
             shard.rows_since = shard.rows_since if exact else shard.epoch
             # What this rank counts as lost is not made again by another, what it does not is.
             shard.serve(self._last_together())
         if not self.lost():
+            epochs = {index: self.handles[index].epoch for index in named}
             self._settle_writes()
+            if again := [index for index in named if self.handles[index].epoch != epochs[index]]:
+                self._give_up(again)
+                raise ShardLostError(again)
 
     def clear(self) -> None:
         self.adopted = None
@@ -389,8 +395,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         self, url: str, order: RoundOrder, *, most_mb_per_second: float | None
     ) -> ShardRound:
         """Has the server of a shard prepare a round of extraction in its part of a grid."""
-        shard = self.handles[order.shard]
-        return shard.extract(url, order, most_mb_per_second=most_mb_per_second)
+        return self.handles[order.shard].extract(url, order, most_mb_per_second=most_mb_per_second)
 
     def reaches(self, url: str) -> bool:
         """Whether the servers can open that store themselves."""
@@ -577,8 +582,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         return False
 
     def _settle_writes(self) -> None:
-        """Parity holds what was written. Rows of shards that are recovered are settled when they
-        serve."""
+        """Parity holds what was written; rows of shards that are recovered, when they serve."""
         recovered = any(shard.state == "recovering" for shard in self.handles)
         if self._protection is not None and not recovered:
             self._flush()

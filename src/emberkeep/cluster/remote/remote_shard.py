@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep._types import I64, U8, Json, Planes
+from emberkeep._types import I64, U8, Bools, Json, Planes
 from emberkeep.blobs import is_shared
 from emberkeep.cluster.remote.remote_rows import RemoteRows
 from emberkeep.cluster.remote.timing import Timing
@@ -326,7 +326,7 @@ class RemoteShard:
         reply, _ = self._act("digest", {"table": table}, serving=True)
         return RowDigest(int(reply["rows"]), int(reply["low"], 16), int(reply["high"], 16))
 
-    def check_upsert(self, table: str, ids: I64) -> None:
+    def check_upsert(self, table: str, ids: I64) -> Bools:
         """Not cut into parts: whether there is room is known of all of them together alone."""
         if ids.size > MAX_IDS:
             raise ConfigError(
@@ -334,14 +334,19 @@ class RemoteShard:
                 f"room is made for at most {MAX_IDS} at once; no row was changed: upsert fewer "
                 "rows at a time"
             )
-        self._act("check_upsert", {"table": table}, {"": ids}, serving=True)
+        _, arrays = self._act("check_upsert", {"table": table}, {"": ids}, serving=True)
+        return arrays["known"].astype(np.bool_)
 
     def upsert(
         self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]], edit: Edit = NO_EDIT,
         after: Json | None = None,
     ) -> None:  # fmt: skip
-        """`after` says which push of this client is the last before it."""
+        """`after` says which push of this client is the last before it. Where one frame does not
+        hold all rows, those that are there come first: new ones could evict them."""
         about = {"table": table, "edit": edit, **(after or {})}
+        if len(list(row_parts({"": ids, **planes}))) > 1:
+            order = np.argsort(~self.check_upsert(table, ids), kind="stable")
+            ids, planes = ids[order], {name: values[order] for name, values in planes.items()}
         self._write_rows("upsert", about, ids, planes, serving=True)
 
     def install(self, table: str, ids: I64, planes: Mapping[str, npt.NDArray[Any]]) -> None:
