@@ -48,7 +48,7 @@ MUTATIONS = (
         "R1", "a successor does not seal the epoch before",
         WRITER,
         "        if history.listing.epoch:\n"
-        "            history = _seal(repository, history, nonce)\n",
+        "            history = seal(repository, history, nonce)\n",
         "",
         "test_repository_interleavings.py",
     ),
@@ -155,7 +155,7 @@ MUTATIONS = (
     ),
     Mutation(
         "R11", "a seal under a name that gc has freed counts",
-        WRITER,
+        "repository/takeover.py",
         "if not spent and sealed.listing.removed.get(epoch, 0) < number:",
         "if not spent:",
         "test_repository_schedules.py",

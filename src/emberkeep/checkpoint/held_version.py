@@ -136,10 +136,11 @@ def newest_intact(
     versions before it, too, and returns None for one that holds no instant. With `fall_back`, of
     the newest undamaged one before it: `lost` then names those that were passed over."""
     repository = writer.repository
-    look = look_at(repository.store)
+    known = writer.known_history()
+    look = look_at(repository.store) if known is None else None
     held = held_ahead(writer, number)
     try:
-        versions = list(repository.history(look=look).versions)
+        versions = list(known if known is not None else repository.history(look=look).versions)
         chosen = None if number is None else repository.version(number, versions)
         if chosen is not None:
             versions = [v for v in versions if v <= chosen]

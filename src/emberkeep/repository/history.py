@@ -37,6 +37,7 @@ from emberkeep.repository.names import (
 from emberkeep.runtime.fields import Fields
 
 _ATTEMPTS = 3
+_MOST = 10**10  # no number is as high
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,15 @@ class Lineage:
         """An epoch above every epoch of the lineage."""
         return self.ends[-1][0] + 1 if self.ends else 1
 
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last number of every epoch."""
+        befores = (0, *(last for _, last in self.ends[:-1]))
+        ends = zip(befores, self.ends, strict=False)
+        return {epoch: (before + 1, last) for before, (epoch, last) in ends}
+
     def __contains__(self, version: VersionId) -> bool:
-        first = 1
-        for epoch, last in self.ends:
-            if epoch == version.epoch:
-                return first <= version.number <= last
-            first = last + 1
-        return False
+        first, last = self.spans().get(version.epoch, (1, 0))
+        return first <= version.number <= last
 
     def extended(self, newest: VersionId | None) -> Lineage:
         """This lineage after an epoch whose newest version is `newest`."""
@@ -151,15 +154,16 @@ class Listing:
 
     def history(self, lineage: Lineage) -> list[VersionId]:
         """The versions that count, in order; the last may still turn out to be a seal."""
+        # First and last number by epoch: of thousands of versions each is looked up.
+        spans = lineage.spans()
         start = lineage.newest.number if lineage.newest else 0
-        counting = (
+        spans.setdefault(self.epoch, (start + 1, _MOST))
+        nothing = (_MOST, 0)
+        return sorted(
             version
-            for version in self.manifests
-            if version not in self.void
-            and (version in lineage or (version.epoch == self.epoch and version.number > start))
+            for version in self.manifests.keys() - self.void
+            if (span := spans.get(version.epoch, nothing))[0] <= version.number <= span[1]
         )
-        # As tuples, which are compared much faster: there may be thousands.
-        return sorted(counting, key=lambda version: (version.number, version.epoch))
 
 
 def _listed(store: BlobStore, *, dated: bool) -> list[tuple[str, BlobInfo | None]]:

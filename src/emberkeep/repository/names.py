@@ -7,7 +7,7 @@ number of the version that it was written for and a nonce, and is never used twi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from emberkeep.errors import ConfigError
 
@@ -40,16 +40,26 @@ _TEXT = re.compile(r"([0-9]{1,10})-([0-9]{1,6})\Z")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class VersionId:
-    """A version's number, which orders the history, and the epoch of the writer that made it."""
-
+class _Numbers(NamedTuple):
     number: int
     epoch: int
 
-    def __post_init__(self) -> None:
-        if not 0 < self.number < 10**10 or not 0 < self.epoch < 10**6:
-            raise ConfigError(f"there can be no version {self.number} of epoch {self.epoch}")
+
+class VersionId(_Numbers):
+    """A version's number, which orders the history, and the epoch of the writer that made it.
+
+    A tuple: of thousands of versions each is hashed and compared several times in every look.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, number: int, epoch: int) -> VersionId:
+        if not 0 < number < 10**10 or not 0 < epoch < 10**6:
+            raise ConfigError(f"there can be no version {number} of epoch {epoch}")
+        return super().__new__(cls, number, epoch)
+
+    def __repr__(self) -> str:
+        return f"VersionId(number={self.number}, epoch={self.epoch})"
 
     def __str__(self) -> str:
         return f"{self.number}-{self.epoch}"

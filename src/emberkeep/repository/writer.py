@@ -35,17 +35,12 @@ from emberkeep.repository.history import (
     look_at,
     read_claim,
     read_seal,
-    seal_document,
     writer_document,
 )
 from emberkeep.repository.manifest import FileRef, Manifest
-from emberkeep.repository.marks import put_mark
 from emberkeep.repository.names import VersionId
-from emberkeep.repository.pins import read_pins
-from emberkeep.repository.repository import Repository, is_void, void
-
-# A successor that looks for the end of an epoch gives up after so many names.
-_MOST_NAMES = 10_000
+from emberkeep.repository.repository import Repository, void
+from emberkeep.repository.takeover import honoured_marks, lost_the_race, seal
 
 # Files that one writer of a part may add to a version before names could meet.
 _PART_FILES = 10**6
@@ -79,6 +74,7 @@ class Writer:
         self._lock = threading.RLock()
         self.started_with: tuple[VersionId, ...] = ()
         """The history when it was opened."""
+        self._as_opened = True  # whether it is the history still
 
     @classmethod
     def open(cls, repository: Repository, history: History | None = None) -> Writer:
@@ -89,11 +85,11 @@ class Writer:
         history = history or repository.history(look=look_at(repository.store))
         nonce = secrets.token_hex(8)
         if history.listing.epoch:
-            history = _seal(repository, history, nonce)
+            history = seal(repository, history, nonce)
         newest = history.newest
         lineage = history.lineage.extended(newest)
         epoch = max(history.listing.epoch + 1, repository.origin.next_epoch)
-        honoured = _honoured(repository, history)
+        honoured = honoured_marks(repository, history)
         started = repository.clock.now().isoformat()
         content = writer_document(
             repository=repository.id, epoch=epoch, nonce=nonce, lineage=lineage, honoured=honoured,
@@ -105,7 +101,7 @@ class Writer:
             # Safe to complete: a successor that passed by has sealed this epoch; commits decide.
             repository.store.put(name, content)
         elif found != content:
-            raise _lost_the_race(repository)
+            raise lost_the_race(repository)
         repository.claims[epoch] = Claim(lineage=lineage, honoured=honoured)
         keep_reserve(repository.store)
         start = lineage.newest.number if lineage.newest else 0
@@ -117,6 +113,13 @@ class Writer:
     def newest(self) -> VersionId | None:
         """The newest version: this writer's own, or the one that it started from."""
         return self._newest
+
+    def known_history(self) -> tuple[VersionId, ...] | None:
+        """The versions that count, where that needs no look: this writer has committed nothing,
+        and its gc has not run. Nobody else can change them without taking over, and who
+        was taken over from commits nothing, whatever it went on from."""
+        with self._lock:
+            return self.started_with if self._as_opened else None
 
     def begin(self, *, needs: Iterable[VersionId] = (), block_nbytes: int = BLOCK_NBYTES) -> Draft:
         """Starts the next version, which will build on the versions that it `needs`.
@@ -262,6 +265,7 @@ class Writer:
         """Called by gc before it looks at the history: versions committed from now on are not
         in its view, so what they build on is remembered for it."""
         with self._lock:
+            self._as_opened = False
             self._built_on = set(self._draft.needs if self._draft else ())
             self._built_on.update(self._pending.needs if self._pending else ())
 
@@ -299,6 +303,7 @@ class Writer:
     def _commit(self, manifest: Manifest) -> Manifest:
         with self._lock:
             self._draft = None
+            self._as_opened = False
             self._pending, self._in_doubt = manifest, False
             settled = self.settle()
             assert settled is not None
@@ -505,96 +510,3 @@ def _put(
         block_nbytes=block_nbytes,
         blocks=digester.blocks,
     )
-
-
-def _seal(repository: Repository, history: History, nonce: str) -> History:
-    """Takes the name of the newest epoch's next manifest; returns what then stands before it.
-
-    That epoch may commit while this runs: then the name is taken by a version, and the one after
-    that is tried. Its writer uses no number before all lower ones are decided, so one seal stops
-    it for good: unless the name was free because gc had freed it, which gc has noted before, or
-    was spent, which is never taken back. Both are looked for after the seal.
-    """
-    epoch, store = history.listing.epoch, repository.store
-    newest, number = history.newest, _highest(history)
-    for _ in range(_MOST_NAMES):
-        number += 1
-        target = VersionId(number, epoch)
-        if target in history.listing.void:
-            continue
-        content = seal_document(
-            repository=repository.id, version=target, nonce=nonce,
-            lineage=history.lineage.extended(newest),
-        )  # fmt: skip
-        found = create_or_read(store, target.manifest_name, content)
-        if found == content or read_seal(target.manifest_name, found) is not None:
-            repository.own_seals.add(target.manifest_name)
-            sealed = repository.history(look=look_at(store))
-            if sealed.listing.epoch != epoch:
-                raise _lost_the_race(repository)
-            spent = target in sealed.listing.void
-            if not spent and sealed.listing.removed.get(epoch, 0) < number:
-                return sealed
-            # The epoch has long passed that name, and the seal stops nobody.
-            history = sealed
-            newest, number = history.newest, max(_highest(history), number if spent else 0)
-        elif is_void(store, target):
-            continue
-        elif is_torn(found, content):
-            void(repository, target)
-        else:
-            newest = target
-    raise StorageError(
-        f"{store.url} could not be opened for writing: {_MOST_NAMES} names of versions up to "
-        f"{number} of epoch {epoch} are taken; stop the process that commits them, then try again"
-    )
-
-
-def _highest(history: History) -> int:
-    """The highest number that the newest epoch is known to have passed."""
-    known = (history.newest, history.lineage.newest)
-    removed = history.listing.removed.get(history.listing.epoch, 0)
-    return max([removed, *(version.number for version in known if version)])
-
-
-def _lost_the_race(repository: Repository) -> FencedError:
-    return FencedError(
-        f"another process opened {repository.store.url} for writing at the same moment: "
-        "let that one run, or open again to take over from it"
-    )
-
-
-def _honoured(repository: Repository, history: History) -> frozenset[str]:
-    """The marks that stay valid: those that their gc had decided when the history was looked at,
-    after the seal. A gc that decides later comes upon the seal.
-
-    Marks of format 1 have no decision. What a tag or a pin holds was spared by their collector, if
-    it still stands with all that it needs: that is decided here.
-    """
-    store, epoch = repository.store, history.listing.epoch
-    honoured = set()
-    for mark in history.marks:
-        if not mark.valid(epoch, history.claim.honoured):
-            continue
-        if mark.decided:
-            honoured.add(mark.key)
-        elif mark.format == 1:
-            spared = frozenset(
-                v for v in _held(repository) & mark.versions if _stands(repository, v)
-            )
-            put_mark(store, repository.id, mark.key, mark.versions - spared, decision=True)
-            honoured.add(mark.key)
-    return frozenset(honoured)
-
-
-def _held(repository: Repository) -> frozenset[VersionId]:
-    pinned = (version for version, _ in read_pins(repository).values())
-    return frozenset((*repository.tags().values(), *pinned))
-
-
-def _stands(repository: Repository, version: VersionId) -> bool:
-    try:
-        repository.chain(version)
-    except (NoVersionError, DamageError):
-        return False
-    return True

@@ -12,14 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from emberkeep._types import I64
-from emberkeep.blobs import Buffer, read_into
+from emberkeep.blobs import BlobStore, Buffer, caller_of, read_into
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
 from emberkeep.runtime.readahead import in_order
 
-# What lies between two wanted ranges is read with them if it is shorter than this.
+# What lies between two wanted ranges is read with them if it is shorter than this: a read of its
+# own would take as long. A disk is asked again sooner than a network.
 _GAP_NBYTES = 128 * 1024
+_DISK_GAP_NBYTES = 32 * 1024
 # Long reads take less of the processor, above all from a disk.
 _READ_NBYTES = 32 * 2**20
 
@@ -43,14 +45,21 @@ class Run(NamedTuple):
     length: int
 
 
-def runs(starts: Sequence[int] | I64, nbytes: Sequence[int] | I64) -> list[Run]:
+def gap_of(store: BlobStore) -> int:
+    """How many bytes that nobody wants are read rather than left out."""
+    return _DISK_GAP_NBYTES if caller_of(store) is None else _GAP_NBYTES
+
+
+def runs(
+    starts: Sequence[int] | I64, nbytes: Sequence[int] | I64, gap: int = _GAP_NBYTES
+) -> list[Run]:
     """What stands in one file, ascending, as few long reads."""
     starts_P, nbytes_P = np.asarray(starts, np.int64), np.asarray(nbytes, np.int64)
     if not starts_P.size:
         return []
     # One without a body may stand before its neighbour or after it.
     ends_P = np.maximum.accumulate(starts_P + nbytes_P)
-    breaks = np.flatnonzero(starts_P[1:] - ends_P[:-1] > _GAP_NBYTES) + 1
+    breaks = np.flatnonzero(starts_P[1:] - ends_P[:-1] > gap) + 1
     found = []
     for first, last in pairwise([0, *breaks.tolist(), starts_P.size]):
         while first < last:

@@ -20,6 +20,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from emberkeep._types import I64, Json
-from emberkeep.blobs import BlobStore, caller_of
+from emberkeep.blobs import BlobStore, caller_of, together
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository import names
 from emberkeep.repository.arrow_frames import is_compressed
@@ -187,17 +188,25 @@ class Segment:
             self._everything = self._table(self._blocks)
         return self._everything
 
+    def _stored(self, blocks: Sequence[_Block]) -> memoryview:
+        """The bytes of blocks that follow each other."""
+        start, end = blocks[0].start, blocks[-1].start + blocks[-1].nbytes
+        content = self._content[start:end]
+        if len(content) < end - start:
+            content = memoryview(_read(self._store, self.ref.name, start, end - start))
+        return content
+
     def _table(self, blocks: Sequence[_Block], version: int | None = None) -> PieceTable:
         """The pieces of blocks, or those that a restore of a version reads."""
         ref = self.ref
         parts = []
-        for first, last in _neighbours(blocks):
-            start, end = blocks[first].start, blocks[last - 1].start + blocks[last - 1].nbytes
-            content = self._content[start:end]
-            if len(content) < end - start:
-                content = memoryview(_read(self._store, ref.name, start, end - start))
+        runs = list(_neighbours(blocks))
+        contents = together(
+            self._store, [partial(self._stored, blocks[first:last]) for first, last in runs]
+        )
+        for (first, last), content in zip(runs, contents, strict=True):
             for block in blocks[first:last]:
-                at = block.start - start
+                at = block.start - blocks[first].start
                 part = content[at : at + block.nbytes]
                 if xxhash.xxh3_64_intdigest(part) != block.digest:
                     raise damaged(ref.name, "a block does not match its digest")

@@ -22,6 +22,7 @@ from emberkeep.blobs.system_disk import BLOCK_NBYTES
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
     ensure_there,
+    gap_of,
     ranges,
     read_heads,
     read_part,
@@ -184,7 +185,7 @@ def _rows(
                 )
                 for name, pieces in listed.of_files()
             ]  # fmt: skip
-            batches = deque(_batches(listed))
+            batches = deque(_batches(listed, gap_of(repository.store)))
             for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
                 there.result()
             held = 0
@@ -239,13 +240,13 @@ def _nbytes(batch: Sequence[_Run]) -> int:
     return sum(run.room for run in batch)
 
 
-def _batches(listed: Listed) -> list[list[_Run]]:
+def _batches(listed: Listed, gap: int) -> list[list[_Run]]:
     """Bodies that are looked at together, in their order; the shortest batch comes first, because
     nothing can be written until one is there."""
     found: list[list[_Run]] = []
     nbytes = 0
     for name, some in listed.of_files():
-        for first, last, start, length in runs(listed.offset_P[some], listed.nbytes_P[some]):
+        for first, last, start, length in runs(listed.offset_P[some], listed.nbytes_P[some], gap):
             if not length:  # tombstones have no bodies
                 continue
             run = _Run(name, some.start + first, some.start + last, start, length)
