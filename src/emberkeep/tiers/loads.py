@@ -148,7 +148,7 @@ class Loads:
 
     def finish_one(self) -> bool:
         """Waits for one of the loads under way, if there is any. Its rows are for others: if they
-        could not be read their frames are free, and whoever needs them reads them again."""
+        could not be read their frames are free, and a caller that needs them reads them again."""
         if self._under_way:
             self._finish(self._under_way[0], needed=False)
             return True
