@@ -157,12 +157,19 @@ def protection(parity: Status | None) -> str:
 # -- for people ----------------------------------------------------------------------------------
 
 
+def _state(status: Status) -> str:
+    """Rows that stay for the next trainer are *kept*: the one before has ended, and said so."""
+    if status.get("left"):
+        return "kept"
+    return "expired" if status.get("lapsed") else str(status["state"])
+
+
 def cells(status: Status, now: float) -> tuple[str, ...]:
     """One server as the cells of a line; `now` is the time (Unix)."""
     run, memory = status.get("run"), status.get("memory_nbytes")
     return (
         str(status["shard"]),
-        "expired" if status.get("lapsed") else str(status["state"]),
+        _state(status),
         _place(status),
         str(status.get("pid", "")),
         "" if memory is None else _short(memory) + "B",

@@ -112,6 +112,7 @@ class Shard:
         self.groups = slab_groups(self.tables)
         self._lock = ForkLock()
         self.slabs: list[Slab] = []
+        self.member: ParityMember | None = None
         try:
             for group in self.groups:
                 slab = slabs(
@@ -128,7 +129,6 @@ class Shard:
             for g, group in enumerate(self.groups)
             for i, t in enumerate(group)
         }
-        self.member: ParityMember | None = None
         self.bring_back: BringBack | None = None
         self.make_room: Callable[[], object] | None = None
         """Called before a write that is not a push, with no lock held: waits while too much is on

@@ -13,7 +13,6 @@ from emberkeep.repository.maintenance.run_records import readable_tags
 from emberkeep.repository.maintenance.version_copy import (
     Origin,
     copy_version,
-    is_aside,
     mirror_epoch,
     origins,
 )
@@ -99,7 +98,7 @@ def _whole(repository: Repository) -> list[tuple[Origin | None, VersionId]]:
         except NoVersionError:
             continue
         else:
-            if manifest.whole and not is_aside(manifest):
+            if manifest.whole and not manifest.aside:
                 found.append((Origin.of(manifest), version))
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,6 @@ from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import (
     DamageError,
-    EmberkeepError,
     NoRepositoryError,
     NoVersionError,
     StateError,
@@ -44,13 +43,11 @@ from emberkeep.keeper.plain_state import Packed, pack, unpack
 from emberkeep.keeper.ranks import Ranks
 from emberkeep.keeper.run_saver import Hear, Returned, RunSaver
 from emberkeep.keeper.run_state import Captured, RunState
-from emberkeep.repository import Manifest, Pin, Repository, VersionId, names
+from emberkeep.repository import Manifest, Repository, VersionId, names
 from emberkeep.repository.grid.catalog_ahead import catalog_ahead
 from emberkeep.repository.history import look_at
 from emberkeep.repository.maintenance.version_copy import (
-    is_aside,
     newest_counted,
-    newest_origin,
     newest_readable,
     run_of,
 )
@@ -135,9 +132,9 @@ class RepositorySaver(Checkpointer):
             self.run_marks = copies.marks()
         found = self.writer.newest
         newest = newest_ahead.result() if found == likely else _readable(repository, found)
-        if newest is not None and is_aside(newest):
+        if newest is not None and newest.aside:
             self._aside = newest.version
-        if newest is None or not newest.whole or is_aside(newest):
+        if newest is None or not newest.whole or newest.aside:
             newest = newest_readable(repository, repository.versions())
         run = repository.id if newest is None else run_of(newest)
         if run != repository.id:  # the run has moved here
@@ -180,7 +177,7 @@ class RepositorySaver(Checkpointer):
         """Names a version, the newest unless another is given; the name moves."""
         if version is None:
             self.wait()
-            chosen = self._newest_whole()
+            chosen = self.repository.newest_whole()
             if chosen is None:
                 raise NoVersionError(f"{self.url} has no version yet: save one first")
         else:
@@ -263,27 +260,6 @@ class RepositorySaver(Checkpointer):
     def _last_is_aside(self) -> bool:
         return self._aside is not None and self._aside == self.writer.newest
 
-    def _newest_whole(self) -> VersionId | None:
-        """The newest whole version, but for what was brought from the mirror by its name."""
-        if not self._last_is_aside:
-            return self.repository.newest_whole()
-        found = newest_origin(self.repository)
-        return None if found is None else found[1]
-
-    def _collect(self) -> None:
-        """Retention counts from what was written last: where that is aside, the newest version is
-        held meanwhile, which nothing else may have."""
-        with ExitStack() as held:
-            if self._last_is_aside:
-                try:
-                    counted = newest_counted(self.repository)
-                    if counted is not None:
-                        held.enter_context(Pin(self.repository, counted))
-                except EmberkeepError as error:
-                    warnings.warn(f"old versions could not be removed: {error}", stacklevel=2)
-                    return
-            super()._collect()
-
     def _look_past_aside(self, version: VersionId) -> None:
         """Whether the run has left newer versions does not depend on what is aside."""
         if self._last_is_aside:
@@ -296,7 +272,7 @@ class RepositorySaver(Checkpointer):
 
     def _beside_adopted(self, fits: Fits) -> Returned | None:
         """All but rows from the newest version, and how far rows are ahead of it."""
-        newest = self._newest_whole()
+        newest = self.repository.newest_whole()
         if newest is None:
             view_of(self.subject).clear()
             return None
@@ -324,7 +300,7 @@ class RepositorySaver(Checkpointer):
             brought = bring_named(name, self._mirror.repository, self.writer)
             if brought is None:
                 raise
-            if is_aside(brought) and brought.version == self.writer.newest:
+            if brought.aside and brought.version == self.writer.newest:
                 self._aside = brought.version
             self.repository.tag(name, brought.version, move=True)
             self._tell("brought_from_mirror", _brought(brought))

@@ -153,6 +153,16 @@ class Manifest:
         return self.layout.get("kind") != PRIORITISED
 
     @property
+    def aside(self) -> bool:
+        """Whether it was copied because somebody asked for it by its name.
+
+        It is older than others that were there, and yet the last that was written: who looks for
+        the newest version passes it over. What is saved after a run went on from it counts again.
+        """
+        described = self.described
+        return "copied_from" in described and "aside" in described.object("copied_from")
+
+    @property
     def described(self) -> Fields:
         """`layout`, whose fields are to be taken as what they must be."""
         return Fields(self.name, self.layout, "layout.")

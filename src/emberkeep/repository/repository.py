@@ -202,10 +202,12 @@ class Repository:
         return self.history().newest
 
     def newest_whole(self) -> VersionId | None:
-        """The newest version that holds one instant; prioritised ones are passed over."""
+        """The newest version that holds one instant; prioritised ones are passed over, and those
+        that stand aside."""
         for version in reversed(self.versions()):
             if version not in self._whole:
-                self._whole[version] = self.manifest(version).whole
+                manifest = self.manifest(version)
+                self._whole[version] = manifest.whole and not manifest.aside
             if self._whole[version]:
                 return version
         return None

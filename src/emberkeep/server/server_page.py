@@ -83,6 +83,7 @@ class ServerPage:
             "epoch": epoch.number,
             "state": epoch.shard.state,
             "lapsed": epoch.lapsed,
+            "left": epoch.left,
             "shard": epoch.shard.index,
             "shards": epoch.shards,
             "coordinator": epoch.coordinator,
@@ -182,6 +183,8 @@ class ServerPage:
             return f"shard {opening.index} opens its files"
         if epoch is None:
             return "it is empty: no run has taken it yet"
+        if epoch.left:
+            return "its trainer has ended: rows are kept for the next one"
         if epoch.lapsed:
             return (
                 f"its lease has expired: the coordinator was last heard of "

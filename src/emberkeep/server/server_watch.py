@@ -107,7 +107,7 @@ class ServerWatch:
 
     def _look_at_lease(self, seen: _Seen) -> None:
         epoch, now = seen.epoch, self._clock.monotonic()
-        if epoch.lapsed and seen.expired_at is None:
+        if epoch.lapsed and not epoch.left and seen.expired_at is None:
             seen.expired_at = now - max(0.0, epoch.silent_seconds - epoch.lease_seconds)
             self._tell(
                 "lease_expired", epoch, silent_seconds=round(epoch.silent_seconds, 3),

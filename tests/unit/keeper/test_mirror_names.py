@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from emberkeep.errors import DamageError
 from emberkeep.keeper import mirror as mirror_module
 from emberkeep.keeper.mirror import Mirror
 from emberkeep.keeper.repository_saver import RepositorySaver
-from emberkeep.repository import Repository
+from emberkeep.repository import Collector, KeepLast, Repository
 from tests.unit.keeper.test_mirror import Life, steps_in
 
 EVERY = ek.incremental(every=2, layout="full", keep="all")
@@ -350,3 +351,19 @@ def test_a_version_that_loses_its_name_and_is_not_in_the_mirror_is_said() -> Non
         back = Life(first, mirror, strategy=FEW)
     assert _step_of(first, "best") == 8
     back.keeper.close()
+
+
+def test_a_version_brought_by_name_is_the_newest_for_nobody() -> None:
+    local, mirror = _named_elsewhere()
+    life = Life(local, mirror, strategy=FEW).train(12)
+    life.keeper.wait()
+    life.keeper.resume("best")
+    repository = Repository.open(local)
+    newest = repository.newest_whole()
+    assert newest is not None
+    assert repository.manifest(newest).step == 12
+    saver = life.keeper._saver
+    assert isinstance(saver, RepositorySaver)
+    Collector(saver.writer, policy=KeepLast(n=1), grace=timedelta(0)).collect()
+    assert 12 in steps_in(local)
+    life.keeper.close()

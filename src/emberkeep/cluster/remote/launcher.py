@@ -9,6 +9,7 @@ from typing import Protocol
 from emberkeep.errors import ConfigError, ServerError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.stopping import Stop
+from emberkeep.runtime.waiting import Waiting
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security, split_address
@@ -102,17 +103,22 @@ class FixedAddresses:
         address = self._addresses[shard]
         patience = self._patience if life else min(self._patience, _STARTING)
         until = self._clock.monotonic() + patience.total_seconds()
-        while self._clock.monotonic() < until:
+        waiting, why = Waiting(self._clock), "it shuts down"
+        while (left := until - self._clock.monotonic()) > 0:
             connection = Connection(address, self._security, transport=self._transport)
             try:
                 status, _ = connection.act("status", deadline=timedelta(seconds=2))
-            except ServerError:  # what no patience cures comes out: security, another protocol
-                pass
+            except ServerError as error:  # what no patience cures comes out: security, protocol
+                why = str(error)
             else:
                 if not status["draining"]:
                     return address
             finally:
                 connection.close()
+            waiting.say(
+                f"waiting for a server of shard {shard} at {address}, {left:.0f} s more at most: "
+                f"{why}"
+            )
             self.stop.pause(_POLL_SECONDS, f"a server of shard {shard} at {address}")
         raise ServerError(
             f"shard {shard} at {address} does not answer, and nobody started it within "

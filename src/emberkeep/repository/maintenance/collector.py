@@ -42,7 +42,7 @@ from emberkeep.repository.grid.catalog import (
 )
 from emberkeep.repository.grid.piece_table import PieceTable
 from emberkeep.repository.history import History
-from emberkeep.repository.maintenance.version_copy import Origin
+from emberkeep.repository.maintenance.version_copy import Origin, newest_counted
 from emberkeep.repository.manifest import Manifest, needed_by
 from emberkeep.repository.marks import note_removed, put_mark
 from emberkeep.repository.names import VersionId
@@ -189,8 +189,9 @@ class Collector:
         named = {fact.version: ", ".join(fact.tags) for fact in facts}
         for version in self._policy.keep(facts):
             root(version, "retention" if version in untagged else f"tag {named[version]}")
-        for version in history.versions[-1:]:
-            root(version, "newest")
+        counted = newest_counted(self._repository, history.versions)
+        for newest in {*history.versions[-1:], counted}:
+            root(newest, "newest")
         for version in self._writer.protected() - {*history.versions[-1:]}:
             resumed = version == self._writer.resumed
             root(version, "resumed from" if resumed else "a save in progress")

@@ -60,16 +60,6 @@ class Origin:
         return self.created > other.created
 
 
-def is_aside(manifest: Manifest) -> bool:
-    """Whether a version was copied because somebody asked for it by its name.
-
-    It is older than others that were there, and yet the last that was written: a run that looks for
-    its newest version passes it over. What is saved after the run went on from it counts again.
-    """
-    described = manifest.described
-    return "copied_from" in described and "aside" in described.object("copied_from")
-
-
 def run_of(manifest: Manifest) -> str:
     """The run that a version belongs to: the repository that the run's first version was written
     to, wherever it has moved since."""
@@ -113,19 +103,21 @@ def newest_readable(repository: Repository, versions: Sequence[VersionId]) -> Ma
     for version in reversed(versions):
         try:
             manifest = repository.manifest(version)
-            if manifest.whole and not is_aside(manifest):
+            if manifest.whole and not manifest.aside:
                 return manifest
         except (DamageError, NoVersionError):
             continue
     return None
 
 
-def newest_counted(repository: Repository) -> VersionId | None:
-    """The newest version that is not aside. One that cannot be read counts: nobody knows what it
-    was."""
-    for version in reversed(repository.versions()):
+def newest_counted(
+    repository: Repository, versions: Sequence[VersionId] | None = None
+) -> VersionId | None:
+    """The newest version that is not aside, of all or of some that are known. One that cannot be
+    read counts: nobody knows what it was."""
+    for version in reversed(repository.versions() if versions is None else versions):
         try:
-            if is_aside(repository.manifest(version)):
+            if repository.manifest(version).aside:
                 continue
         except DamageError:
             pass
@@ -173,7 +165,7 @@ def copy_version(
     """Copies a version, with what it needs of others, to where `writer` writes; its manifest there.
 
     What is there already is not copied, unless `again` says that it may be damaged. What is copied
-    is the newest version there, unless it is to stand `aside` (`is_aside`). Bytes are
+    is the newest version there, unless it is to stand `aside`. Bytes are
     checked against the digests of the source when they are read, and have the same ones where they
     go. A copy that was interrupted has left nothing but files that gc removes.
     """
