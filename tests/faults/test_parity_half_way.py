@@ -233,7 +233,7 @@ def test_an_error_of_a_host_is_answered_in_words_that_the_sender_understands(
     world = World(parity=CODED)
     once(monkeypatch, "_add_up")
     world.push()
-    assert troubles == ["the server failed: MemoryError('no memory for a temporary')"]
+    assert troubles == ["the server is short of memory: MemoryError('no memory for a temporary')"]
 
 
 def test_rows_whose_parity_starts_over_before_they_are_back_are_lost(
