@@ -502,7 +502,9 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self.writer.settle()
         return newest_intact(
             self.writer, version, fall_back=fall_back,
-            bring_back=lambda held, before: self._restore(held, before, fits),
+            bring_back=lambda held, before: self._restore(
+                held, before, fits, asked=held.version.number == version
+            ),
         )  # fmt: skip
 
     def forget_chain(self) -> None:
@@ -511,9 +513,9 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._chain = Chain()
 
     def _restore(
-        self, held: HeldVersion, before: Sequence[VersionId], fits: Fits | None
+        self, held: HeldVersion, before: Sequence[VersionId], fits: Fits | None, *, asked: bool
     ) -> Restored | None:
-        """None if the version is a prioritised one."""
+        """None if the version is a prioritised one, or stands aside and was not asked for."""
         start = self._clock.monotonic()
         target = held.version
 
@@ -525,7 +527,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
 
         with held:
             manifest = held.manifest
-            if not manifest.whole:
+            if not manifest.whole or (manifest.aside and not asked):
                 return None
             grid = grid_of(manifest)
             catalog = None

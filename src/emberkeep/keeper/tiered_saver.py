@@ -294,10 +294,11 @@ class TieredSaver(RepositorySaver):
                 continue
             except NoVersionError:  # it was removed meanwhile
                 continue
-            if manifest.whole and batch >= manifest.step:
+            if manifest.aside or not manifest.whole:
+                continue
+            if batch >= manifest.step:
                 return newer, manifest, damaged
-            if manifest.whole:
-                newer.append(manifest)
+            newer.append(manifest)
         return newer, None, damaged
 
     def _from_version(

@@ -107,6 +107,7 @@ class Writer:
         start = lineage.newest.number if lineage.newest else 0
         opened = cls(repository, epoch=epoch, newest=newest, next_number=start + 1)
         opened.started_with = history.versions
+        opened._as_opened = not history.marks  # which of them stay valid is decided by the claim
         return opened
 
     @property

@@ -165,7 +165,7 @@ def _check_settings(path: str, present: Json) -> None:
     if not Repository.exists(store):
         return
     repository = Repository.open(store)
-    newest = repository.latest()
+    newest = repository.newest_whole()
     if newest is None:
         return
     manifest = repository.manifest(newest)

@@ -34,6 +34,7 @@ from emberkeep.cluster.shard_handle import ShardHandle
 from emberkeep.cluster.table_states import Edit
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import (
+    ConfigError,
     EmberkeepError,
     GradientError,
     IdError,
@@ -42,6 +43,7 @@ from emberkeep.errors import (
     RankError,
     ServerError,
     ShardLostError,
+    StateError,
     TableFullError,
 )
 from emberkeep.runtime import pool as pools
@@ -70,6 +72,8 @@ _T = TypeVar("_T")
 _ROUND = 2**32
 # Parity that is written in the background is behind by that much, or by what a window holds.
 _SETTLING_SECONDS = 0.02
+# What a server answers to a push that it will never take; anything else may pass.
+_REFUSALS = (TableFullError, IdError, GradientError, ProtocolError, ConfigError, StateError)
 
 
 class FlightCluster(RemoteCluster):
@@ -495,7 +499,7 @@ class FlightCluster(RemoteCluster):
             raise shard.lose() from None
         except (RankError, PeerError):  # worth asking again: it is not refused
             raise
-        except (TableFullError, IdError, GradientError, ProtocolError) as error:
+        except _REFUSALS as error:
             warnings.warn(
                 f"shard {index} refuses a push that others have applied: {error}; its rows are "
                 "without that update",

@@ -360,20 +360,21 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
     def serve(self, *shards: int, exact: bool = False, pushes: _Pushes | None = None) -> None:
         """`pushes` says of some of them what their rows hold; of others it is what the newest
         version does. Where that is `exact`, workers send what else they were answered again.
-        `ShardLostError` for those that are lost before parity holds what they were given: they
-        would come back from it without that."""
+        With parity, `ShardLostError` for those that are lost before it holds what they were given,
+        and for all where others are lost: they could come back from it without that."""
         for index in (named := self._named(shards)):
             shard = self.handles[index]
             shard.began_with = dict((pushes or {}).get(index, shard.saved_pushes))
             shard.rows_since = shard.rows_since if exact else shard.epoch
             # What this rank counts as lost is not made again by another, what it does not is.
             shard.serve(self._last_together())
-        if not self.lost():
-            epochs = {index: self.handles[index].epoch for index in named}
+        epochs, again = [shard.epoch for shard in self.handles], named
+        if not (others := self.lost()):
             self._settle_writes()
-            if again := [index for index in named if self.handles[index].epoch != epochs[index]]:
-                self._give_up(again)
-                raise ShardLostError(again)
+            again = [i for i in named if self.handles[i].epoch != epochs[i]]
+        if again and self._protection is not None:
+            self._give_up(again)
+            raise ShardLostError(sorted({*again, *others}))
 
     def clear(self) -> None:
         self.adopted = None
@@ -583,8 +584,7 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
 
     def _settle_writes(self) -> None:
         """Parity holds what was written; rows of shards that are recovered, when they serve."""
-        recovered = any(shard.state == "recovering" for shard in self.handles)
-        if self._protection is not None and not recovered:
+        if self._protection and not any(shard.state == "recovering" for shard in self.handles):
             self._flush()
 
     @surviving

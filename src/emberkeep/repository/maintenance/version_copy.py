@@ -113,11 +113,12 @@ def newest_readable(repository: Repository, versions: Sequence[VersionId]) -> Ma
 def newest_counted(
     repository: Repository, versions: Sequence[VersionId] | None = None
 ) -> VersionId | None:
-    """The newest version that is not aside, of all or of some that are known. One that cannot be
-    read counts: nobody knows what it was."""
+    """The newest whole version that is not aside, of all or of some that are known. One that
+    cannot be read counts: nobody knows what it was."""
     for version in reversed(repository.versions() if versions is None else versions):
         try:
-            if repository.manifest(version).aside:
+            manifest = repository.manifest(version)
+            if manifest.aside or not manifest.whole:
                 continue
         except DamageError:
             pass
