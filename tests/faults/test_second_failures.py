@@ -232,6 +232,32 @@ def test_a_shard_that_dies_before_parity_holds_what_it_was_given_is_lost_again(
     servers.check()
 
 
+def test_no_shard_serves_before_parity_holds_its_rows_because_another_is_lost() -> None:
+    """If it died next, parity would bring both back, one of them without what it was given."""
+    servers = Servers(5, parity=Parity(k=2, r=2))
+    cluster, network = servers.cluster, servers.network
+    cluster.track()
+    saver = Checkpointer(Repository.create(MemoryStore(), schema=cluster.schema()), cluster)
+    servers.both(push)
+    saver.save(1)
+    assert saver.wait() is not None
+    cluster.renew(0)
+    until(lambda: not cluster.parity.unprotected_stripes, "parity of an empty shard")
+    network.rules.append(Rule(how="refuse", kind="parity"))
+    servers.load_shard(saver, 0)
+    network.stop(cluster.launcher.address(1))
+    cluster.handles[1].lose()
+    with pytest.raises(ShardLostError) as raised:
+        cluster.serve(0)
+    assert raised.value.shards == (0, 1)
+    network.rules.clear()
+    cluster.renew(0, 1)
+    for shard in (0, 1):
+        servers.load_shard(saver, shard)
+    cluster.serve(0, 1)
+    servers.check()
+
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "delete": lambda cluster: cluster.delete("first", np.arange(12)),
     "install": lambda cluster: cluster.install(

@@ -10,11 +10,13 @@ import pytest
 
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
+from emberkeep.checkpoint import Checkpointer
 from emberkeep.errors import DamageError
 from emberkeep.keeper import mirror as mirror_module
 from emberkeep.keeper.mirror import Mirror
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Collector, KeepLast, Repository
+from emberkeep.repository.marks import put_mark
 from tests.unit.keeper.test_mirror import Life, steps_in
 
 EVERY = ek.incremental(every=2, layout="full", keep="all")
@@ -367,3 +369,44 @@ def test_a_version_brought_by_name_is_the_newest_for_nobody() -> None:
     Collector(saver.writer, policy=KeepLast(n=1), grace=timedelta(0)).collect()
     assert 12 in steps_in(local)
     life.keeper.close()
+
+
+def test_a_version_aside_is_not_fallen_back_to_past_newer_ones() -> None:
+    local, mirror = _named_elsewhere()
+    life = Life(local, mirror, strategy=EVERY).train(12)
+    life.keeper.wait()
+    assert (_resumed(life, "best"), _resumed(life)) == (2, 12)
+    life.train(14).keeper.close()
+    _damage(local, Repository.open(local).versions()[-1].number)
+    repository = Repository.open(local)
+    saver = Checkpointer(repository, life.model.bags.cluster)
+    found = saver.restore(fall_back=True)
+    assert found is not None
+    assert found.manifest.step == 12
+
+
+def test_prioritised_versions_are_not_the_newest_beside_one_aside() -> None:
+    local, mirror = MemoryStore(), MemoryStore()
+    more = {"strategy": ek.partial(every=4, priority="mfu", fraction=1 / 2), "total_steps": 100}
+    elsewhere = Life(MemoryStore(), mirror, **more).train(4).settle()
+    elsewhere.keeper.tag("best")
+    elsewhere.train(8).settle().keeper.close()
+    life = Life(local, mirror, **more).train(14)
+    life.keeper.wait()
+    assert _resumed(life, "best") == 4
+    resumed = Life(local, mirror, **more).resumed  # the process has ended before its next save
+    assert resumed is not None
+    assert resumed.step == 12
+
+
+def test_a_named_version_that_gc_had_marked_and_not_decided_on_is_found() -> None:
+    store = MemoryStore()
+    life = Life(store, None, strategy=EVERY).train(6)
+    life.keeper.wait()
+    repository = Repository.open(store)
+    first, saver = repository.versions()[0], life.keeper._saver
+    assert isinstance(saver, RepositorySaver)
+    repository.tag("best", first)
+    key = f"{saver.writer.epoch:06d}-abc0123456789def"
+    put_mark(store, repository.id, key, frozenset({first}), decision=False)
+    assert _resumed(Life(store, None, strategy=EVERY), "best") == 2
