@@ -232,11 +232,11 @@ def test_falling_back_passes_over_a_version_whose_files_are_what_was_written(
     """There is nothing to repair, and it cannot be restored all the same."""
     places, restore = Damaged(monkeypatch), Checkpointer._restore
 
-    def refusing(self: Checkpointer, held: HeldVersion, *more: Any) -> Any:
+    def refusing(self: Checkpointer, held: HeldVersion, *more: Any, **named: Any) -> Any:
         if held.manifest.step == 6:
             held.let_go()
             raise DamageError("a piece names a row that there is not", name="piece")
-        return restore(self, held, *more)
+        return restore(self, held, *more, **named)
 
     monkeypatch.setattr(Checkpointer, "_restore", refusing)
     with pytest.raises(DamageError, match="names a row that there is not"):
