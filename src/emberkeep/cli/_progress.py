@@ -75,7 +75,7 @@ def cluster_line(event: str, details: dict[str, Any]) -> str | None:
         waiting = f"silent for {details['seconds']:.0f} s, waiting until {details['until']:.0f} s"
         return f"{_named(details)} has been {waiting}"
     if event == "unheard":
-        return f"{_named(details)} has not answered{after}: the next step finds out"
+        return f"{_named(details)} has not answered{after}: a step that needs it waits"
     if event == "returned":
         return f"{_named(details)} answers again{after}, with its rows"
     if event == "lost":

@@ -28,7 +28,7 @@ class Leases:
     A renewal that fails, whatever the error, is tried again for as long as the lease is wanted: if
     it stays without one, the next pull or push finds out, and has the shard replaced. Until then
     `say`, a method whose object it does not keep alive, hears "unheard" of a server that has not
-    answered for as long as its lease, and "returned" if it does again.
+    answered for half of its lease, and "returned" if it does again.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class _Renewal:
         self._failures += 1
         seconds = self._clock.monotonic() - self.answered_at
         # Twice: the first attempt of a coordinator that was stopped for so long proves nothing.
-        if seconds > self._lease_seconds and self._failures > 1 and not self._unheard:
+        if seconds > self._lease_seconds / 2 and self._failures > 1 and not self._unheard:
             self._unheard = True
             self._tell("unheard", seconds=seconds, error=str(error))
 
