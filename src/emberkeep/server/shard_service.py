@@ -169,7 +169,7 @@ class ShardService:
         except EmberkeepError as error:
             self.metrics.refused += 1
             return refusal(self._met(error), 0 if epoch is None else epoch.number)
-        except BaseException as error:
+        except Exception as error:
             self._met(error)
             raise
 

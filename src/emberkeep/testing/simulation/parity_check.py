@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,12 @@ def _settled(service: ParityService) -> bool:
     is half-way through a write, whose differences are numbered when all rows have changed."""
     if service._shard.lock.held:
         return False
+    source, host, moved = service.member.source, service.member.host, service._streams._moved
+    locks: list[Any] = [moved._lock, service._lock, source._lock, host.lock]  # type: ignore[attr-defined]
+    if any(lock.locked() for lock in locks):
+        return False  # who holds it may die: a trainer would wait for it in the place of this look
     status = service.status()
     names = ("lag", "missing_rows", "unprotected_stripes", "left_out_hosts")
-    source = service.member.source
     return not any(status[name] for name in names) and source.settled == source.number
 
 
