@@ -190,6 +190,17 @@ def test_differences_that_are_lost_in_one_process_have_parity_start_over(
 # -- rows that parity has yet to hear of -----------------------------------------------------------
 
 
+def pushed_and_saved(servers: Servers) -> Checkpointer:
+    """Who holds a version of the rows after one push."""
+    cluster = servers.cluster
+    cluster.track()
+    saver = Checkpointer(Repository.create(MemoryStore(), schema=cluster.schema()), cluster)
+    servers.both(push)
+    saver.save(1)
+    assert saver.wait() is not None
+    return saver
+
+
 @pytest.mark.parametrize("every", [True, False], ids=["full", "partial"])
 def test_a_shard_that_dies_before_parity_holds_what_it_was_given_is_lost_again(
     monkeypatch: pytest.MonkeyPatch, every: bool
@@ -197,11 +208,7 @@ def test_a_shard_that_dies_before_parity_holds_what_it_was_given_is_lost_again(
     """From parity it would come back without what a version was loaded for."""
     servers = Servers(4, parity=Parity(k=2, r=1))
     cluster, network = servers.cluster, servers.network
-    cluster.track()
-    saver = Checkpointer(Repository.create(MemoryStore(), schema=cluster.schema()), cluster)
-    servers.both(push)
-    saver.save(1)
-    assert saver.wait() is not None
+    saver = pushed_and_saved(servers)
     named = range(4) if every else range(1)
 
     def load_and_serve() -> None:
@@ -236,11 +243,7 @@ def test_no_shard_serves_before_parity_holds_its_rows_because_another_is_lost() 
     """If it died next, parity would bring both back, one of them without what it was given."""
     servers = Servers(5, parity=Parity(k=2, r=2))
     cluster, network = servers.cluster, servers.network
-    cluster.track()
-    saver = Checkpointer(Repository.create(MemoryStore(), schema=cluster.schema()), cluster)
-    servers.both(push)
-    saver.save(1)
-    assert saver.wait() is not None
+    saver = pushed_and_saved(servers)
     cluster.renew(0)
     until(lambda: not cluster.parity.unprotected_stripes, "parity of an empty shard")
     network.rules.append(Rule(how="refuse", kind="parity"))
