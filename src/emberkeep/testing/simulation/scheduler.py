@@ -159,6 +159,7 @@ class Scheduler:
         self._tasks.clear()
         self._timers.clear()
         self._runnable.clear()
+        self._main = None  # workers outlive the run through its clock, and it must not hold them
 
     # -- threads ---------------------------------------------------------------------------------
 
