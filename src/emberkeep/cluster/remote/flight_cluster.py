@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed
-from emberkeep.cluster.outage import surviving
+from emberkeep.cluster.outage import UnsettledError, surviving
 from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
@@ -279,7 +279,9 @@ class FlightCluster(RemoteCluster):
             self._applying = sent
             replies = self._exchange_together(blobs, sent)
             if any(settled_of(blob)[1] for blob in replies):
-                raise PeerError(f"push {number} is not settled: a host of its parity is silent")
+                raise UnsettledError(
+                    f"push {number} is not settled: a host of its parity is silent"
+                )
             self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
             sent.settled = settled >= number

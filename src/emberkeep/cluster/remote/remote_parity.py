@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from emberkeep.cluster.outage import UnsettledError
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity, Placement
@@ -227,7 +228,10 @@ class RemoteParity:
 
     def flush(self) -> None:
         """After a write that nobody would send again: every live host holds it now."""
-        self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
+        try:
+            self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
+        except PeerError as error:
+            raise UnsettledError(str(error)) from error
 
     def rebuild(self) -> None:
         """Returns when all rows and all parity are back, or a shard was lost."""
@@ -339,6 +343,15 @@ def missing_rows(shards: Sequence[RemoteShard]) -> list[int]:
     """How many rows of each shard have yet to come back from parity."""
     statuses = [shard.status() for shard in shards]
     return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
+
+
+def streams_move(shards: Sequence[RemoteShard], patience: timedelta) -> bool:
+    """Whether each host that has yet to hold what shards have said has taken something within the
+    time: what is not settled is slow, and goes on, or was settled since it was asked for."""
+    known = [status["parity"] for shard in shards if "parity" in (status := shard.status())]
+    return (
+        any(parity["lag"] for parity in known) or not any(parity["left_out"] for parity in known)
+    ) and all(parity["silent_seconds"] <= patience.total_seconds() for parity in known)
 
 
 def not_rebuilding(shards: Sequence[RemoteShard], deadline: timedelta, clock: Clock) -> list[int]:
