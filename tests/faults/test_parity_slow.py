@@ -21,16 +21,16 @@ _DEADLINE = TIMING.deadline.total_seconds()
 def test_what_is_slow_is_waited_for_while_each_message_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some 200 messages, of which each takes a part of the deadline."""
+    """Some 500 messages, of which each takes a part of the deadline."""
     monkeypatch.setattr(messages, "MESSAGE_NBYTES", 40)
     monkeypatch.setattr(parity_sender, "_BATCH_MESSAGES", 1)
     with scene(background=True) as run:
         run.push()
-        run.network.rules = [Rule(how="delay", kind="parity", by=timedelta(seconds=0.05))]
+        run.network.rules = [Rule(how="delay", kind="parity", by=timedelta(seconds=0.01))]
         began = run.network.clock.monotonic()
-        run.push(10)
+        run.push(25)
         run.cluster._flush()
-        assert run.network.clock.monotonic() - began > 5 * _DEADLINE
+        assert run.network.clock.monotonic() - began > 4 * _DEADLINE
         run.network.rules = []
         assert run.status.left_out_hosts == 0
         run.hosts.kill(0)

@@ -20,17 +20,15 @@ from typing import TypeVar
 
 from emberkeep._types import Json
 from emberkeep.blobs import is_shared
-from emberkeep.cluster.outage import UnsettledError, surviving
+from emberkeep.cluster.outage import surviving
 from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.remote.adoptable_rows import OnRestart, adoptable, rows_in_files
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import (
     RemoteParity,
-    missing_rows,
     not_from_parity,
-    not_rebuilding,
-    streams_move,
+    stuck_shards,
 )
 from emberkeep.cluster.remote.remote_shard import RemoteShard, nobody_there, places
 from emberkeep.cluster.remote.timing import Timing
@@ -569,15 +567,10 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 raise ShardLostError(dead) from error
             return True
         # A server drops a host of its parity that is silent for a deadline: then it answers.
-        patience = 3 * self.timing.deadline
-        moves = isinstance(error, UnsettledError) and streams_move(self.handles, patience)
-        if seconds > patience.total_seconds() and not moves:
+        if seconds > 3 * self.timing.deadline.total_seconds() and (
+            stuck := stuck_shards(self.handles, error, self.timing.deadline, self._clock)
+        ):
             # Rows that do not come back, because a host of their parity is out of reach, are lost.
-            if not any(missing_rows(self.handles)):
-                raise error
-            stuck = not_rebuilding(self.handles, self.timing.deadline, self._clock)
-            if not stuck:
-                return False
             if not self.coordinates:
                 raise error
             self._give_up(stuck)

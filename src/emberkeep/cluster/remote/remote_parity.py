@@ -345,6 +345,18 @@ def missing_rows(shards: Sequence[RemoteShard]) -> list[int]:
     return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
 
 
+def stuck_shards(
+    shards: Sequence[RemoteShard], error: PeerError, deadline: timedelta, clock: Clock
+) -> list[int]:
+    """The shards whose rows do not come back; none as long as what was in vain for three deadlines
+    is worth asking for again. Raises `error` where it is not, and no rows are missing."""
+    if isinstance(error, UnsettledError) and streams_move(shards, 3 * deadline):
+        return []
+    if not any(missing_rows(shards)):
+        raise error
+    return not_rebuilding(shards, deadline, clock)
+
+
 def streams_move(shards: Sequence[RemoteShard], patience: timedelta) -> bool:
     """Whether each host that has yet to hold what shards have said has taken something within the
     time: what is not settled is slow, and goes on, or was settled since it was asked for."""
