@@ -191,6 +191,27 @@ def test_a_worker_that_waits_in_vain_says_who_brings_shards_back() -> None:
     world.cluster.close()
 
 
+def test_a_worker_whose_pushes_a_shard_does_not_take_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shard serves, and a peer of it does not answer: nobody would look for that."""
+    world = World(fixed=True)
+    worker = world.open("worker", coordinate=False)
+    cause = PeerError("shard 1 has not taken a push again: rows of shard 1 are not back")
+
+    def refuse(index: int) -> None:
+        if index == 1:
+            raise cause
+
+    monkeypatch.setattr(worker, "_send_again", refuse)
+    worker.handles[1].lose()
+    with pytest.raises(ServerError, match="rows of shard 1 are not back") as raised:
+        worker.pull(wanted_of(worker, {"fixed": [1]}))
+    assert raised.value.__cause__ is cause
+    worker.close()
+    world.cluster.close()
+
+
 @pytest.mark.parametrize("kind", ["read", "upsert", "delete"])
 def test_a_server_that_is_silent_to_rows_from_outside_is_noticed_as_by_a_pull(kind: str) -> None:
     """It was waited for as long as for moving a whole table."""

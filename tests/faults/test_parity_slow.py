@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from emberkeep.cluster.outage import UnsettledError
-from emberkeep.erasure import messages
-from emberkeep.errors import PeerError
+from emberkeep.erasure import messages, rebuilder
+from emberkeep.errors import PeerError, StreamError
 from emberkeep.server import parity_sender
 from emberkeep.testing.local_transport import Rule
 from tests.faults.test_parity_partitions import TIMING, scene
@@ -91,3 +91,30 @@ def test_a_push_does_not_wait_for_those_that_came_after_it(
         assert not service.settle("b", 3)
         assert not service.settle("a", 4)  # it is not known where that was said
         source.number -= 2
+
+
+def test_marks_that_come_back_slowly_come_back_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has come back is not asked for again, and each part has all the time."""
+    monkeypatch.setattr(rebuilder, "_ROUND_NBYTES", 100)
+    with scene() as run:
+        run.push()
+        protection = run.cluster._protection
+        assert protection is not None
+        complete, attempts = protection.rebuilder._complete, 0
+
+        def slow(started: Any) -> None:
+            nonlocal attempts
+            attempts += 1
+            if attempts % 2:
+                run.pass_time(1.5 * _DEADLINE)
+                raise StreamError("a host was slow")
+            complete(started)
+
+        monkeypatch.setattr(protection.rebuilder, "_complete", slow)
+        run.hosts.kill(0)
+        run.push()
+        assert attempts > 6
+        assert run.status.recoveries == 1
+        run.check()

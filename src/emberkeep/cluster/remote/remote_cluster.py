@@ -255,20 +255,22 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         until = self._clock.monotonic() + patience
         expected = [describe_table(table) for table in self.tables]
         while True:
+            cause: Exception | None = None
             try:
                 for shard in self.handles:
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.launcher.address(shard.index)))
                         self._catch_up(shard)
-            except (ServerError, ShardLostError, PeerError):
-                pass
+            except (ServerError, ShardLostError, PeerError) as error:
+                cause = error
             if all(shard.state == "serving" for shard in self.handles):
                 break
             if self._clock.monotonic() > until:
                 raise ServerError(
-                    f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s: "
-                    "the coordinator brings them back with its next call: see that it trains"
-                )
+                    f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s "
+                    f"({cause}): the coordinator brings them back with its next call: see that it "
+                    "trains"
+                ) from cause
             self.stop.pause(_POLL_SECONDS, "the coordinator to bring lost shards back")
         for shard in self.handles:
             if shard.tables != expected:

@@ -157,15 +157,21 @@ class RemoteParity:
 
     def _recover_marks(self) -> None:
         """A host that a replacement cannot reach is left out after a deadline, and one more to find
-        out whether the other hosts are enough: until then, what fails is asked for again."""
+        out whether the other hosts are enough: until then, what fails is asked for again. Each part
+        that has come back gives the next all that time."""
         deadlines = 2 * self.spec.r  # the only host of some rows is not left out
-        until = self._clock.monotonic() + deadlines * self._timing.deadline.total_seconds()
+        patience = deadlines * self._timing.deadline.total_seconds()
+        done: set[object] = set()
+        parts, since = 0, self._clock.monotonic()
         while True:
             try:
-                self.rebuilder.recover_marks()
+                self.rebuilder.recover_marks(done)
                 return
             except (PeerError, StreamError) as error:
-                if self._clock.monotonic() > until:
+                now = self._clock.monotonic()
+                if len(done) > parts:
+                    parts, since = len(done), now
+                if now - since > patience:
                     raise PeerError(f"marks of lost rows are not back: {error}") from None
             self._stop.pause(_POLL_SECONDS, "marks of lost rows to come back from parity")
 
