@@ -334,7 +334,7 @@ class ParityService:
     def _peer_member(self, peer: Peer) -> PeerMember:
         return PeerMember(
             peer, self._security, self._deadline, self._host.stripes, transport=self._transport,
-            through=self._peers,
+            through=self._peers, clock=self._clock,
         )  # fmt: skip
 
     def _peers(self) -> list[PeerMember]:

@@ -11,7 +11,7 @@ import pyarrow.flight as flight
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import StorageError
+from emberkeep.errors import ConfigError, ServerError, StorageError
 from emberkeep.repository import Repository
 from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.server import version_work
@@ -69,6 +69,26 @@ def test_each_of_these_is_bounded_alone(server: ShardServer) -> None:
         ask(server, "status")
     ask(server, "renew", clock=0.0)
     ask(server, "table_state")
+
+
+def test_a_trainer_that_is_refused_is_logged() -> None:
+    said: list[tuple[str, Any]] = []
+    service = ShardService(
+        threads=1, place=(0, 1), on_event=lambda event, details: said.append((event, details))
+    )
+    list(service.act("admit", HEADER, {}))
+    for change, error in (
+        ({"epoch": 2, "coordinator": "other", "begins": True}, ServerError),
+        ({"epoch": 2, "shard": 1, "shards": 2}, ConfigError),
+    ):
+        with pytest.raises(error) as refused:
+            list(service.act("admit", {**HEADER, "trainer": "ada/7", **change}, {}))
+        event, details = said[-1]
+        assert (event, details["trainer"]) == ("refused", "ada/7")
+        assert details["error"] == str(refused.value)
+    last = service.events.last
+    assert last is not None
+    assert last["event"] == "admitted"
 
 
 def test_a_store_that_hangs_keeps_one_thread_and_is_named(
