@@ -75,7 +75,7 @@ def test_who_waits_for_peers_looks_at_every_stream(
 def test_a_push_does_not_wait_for_those_that_came_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With others that push all the time, the end of the stream never comes near."""
+    """With others that push all the time, the end of the stream is never reached."""
     with scene() as run:
         run.push()
         service = run.services()[0]

@@ -74,8 +74,8 @@ def test_a_peer_that_can_be_reached_again_is_asked_straight() -> None:
         def asked() -> list[str]:
             before = len(run.network.events)
             peer.ask("standing")
-            mine = [e for e in run.network.events[before:] if e.sender == f"server-{LOST}"]
-            return [event.server for event in mine if event.kind == "member"]
+            own = [e for e in run.network.events[before:] if e.sender == f"server-{LOST}"]
+            return [event.server for event in own if event.kind == "member"]
 
         run.network.cut((LOST, 3))
         (relay,) = asked()

@@ -429,7 +429,7 @@ class Recoverer:
 
     def load(self, counters: dict[str, Any]) -> dict[str, int]:
         """The losses of a version that was brought back, as a share of the job as long as it is to
-        be now; failures of a run are counted on. Returns what is to be told of rows that stayed
+        be now; failures of a run are counted on. Returns what is to be said of rows that stayed
         where they were, beside that version."""
         self.losses = Losses.from_dict(counters)
         if self._total_steps is not None:

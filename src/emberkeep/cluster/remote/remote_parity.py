@@ -120,8 +120,9 @@ class RemoteParity:
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
         member = PeerMember(
-            peer, self._security, self._timing.deadline, self._stripes, transport=self._transport
-        )
+            peer, self._security, self._timing.deadline, self._stripes,
+            transport=self._transport, clock=self._clock,
+        )  # fmt: skip
         member.hosts = self._peers
         return member
 
