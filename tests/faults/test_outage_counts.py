@@ -9,6 +9,8 @@ import pytest
 
 from emberkeep._types import Json
 from emberkeep.cluster.outage import surviving
+from emberkeep.cluster.remote import timing
+from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import PeerError, ServerError, ShardLostError
 from emberkeep.runtime.clock import Clock
 from emberkeep.testing.local_transport import Rule
@@ -189,6 +191,27 @@ def test_a_worker_that_waits_in_vain_says_who_brings_shards_back() -> None:
     world.cluster.close()
 
 
+def test_a_worker_whose_pushes_a_shard_does_not_take_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shard serves, and a peer of it does not answer: nobody would look for that."""
+    world = World(fixed=True)
+    worker = world.open("worker", coordinate=False)
+    cause = PeerError("shard 1 has not taken a push again: rows of shard 1 are not back")
+
+    def refuse(index: int) -> None:
+        if index == 1:
+            raise cause
+
+    monkeypatch.setattr(worker, "_send_again", refuse)
+    worker.handles[1].lose()
+    with pytest.raises(ServerError, match="rows of shard 1 are not back") as raised:
+        worker.pull(wanted_of(worker, {"fixed": [1]}))
+    assert raised.value.__cause__ is cause
+    worker.close()
+    world.cluster.close()
+
+
 @pytest.mark.parametrize("kind", ["read", "upsert", "delete"])
 def test_a_server_that_is_silent_to_rows_from_outside_is_noticed_as_by_a_pull(kind: str) -> None:
     """It was waited for as long as for moving a whole table."""
@@ -220,3 +243,31 @@ def test_many_rows_may_take_longer() -> None:
         ["delay"] * SHARDS
     )
     world.check()
+
+
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_many_bytes_may_take_longer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the least rate that counts, the rows of one request take more than two deadlines."""
+    world = World()
+    world.push()
+    rows = wanted_of(world.cluster, {world.tables[0].name: list(range(40))})
+    monkeypatch.setattr(timing, "_NBYTES_PER_SECOND", 10)
+    world.network.rules = [Rule(how="delay", kind=kind, by=1.5 * TIMING.deadline)]
+    if kind == "pull":
+        world.cluster.pull(rows)
+    else:
+        world.push()
+    outcomes = {event.outcome for event in world.network.events if event.kind == kind}
+    assert outcomes - {"delivered"} == {"delay"}
+    world.network.rules = []
+    assert not world.heard
+    world.check()
+
+
+def test_the_deadline_grows_with_the_bytes_up_to_that_of_bulk() -> None:
+    minute = timedelta(minutes=1)
+    given = Timing(bulk=minute)
+    assert given.moving(0) == given.deadline
+    assert given.moving(100 * 2**20) == given.deadline + timedelta(seconds=10)
+    assert given.moving(2**31) == minute
+    assert Timing(bulk=timedelta(seconds=1)).moving(2**31) == given.deadline

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from emberkeep.cluster.local.local_cluster import local
+from emberkeep.cluster.outage import UnsettledError
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity
-from emberkeep.errors import ConfigError, PeerError, ServerError, ShardLostError
+from emberkeep.errors import ConfigError, ServerError, ShardLostError
 from emberkeep.runtime.metrics import Registry, families
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.parity_service import ParityService
@@ -203,7 +204,7 @@ def test_training_stops_where_it_is_asked_to(background: bool) -> None:
     with scene(background=background, unprotected="stop", window_nbytes=1 << 16) as run:
         run.push(2)
         run.network.cut(*BOTH)
-        with pytest.raises(PeerError, match="silent"):
+        with pytest.raises(UnsettledError, match="silent"):
             run.push_for(200)
         assert run.status.left_out_hosts == 0
         assert run.status.unprotected_since is not None

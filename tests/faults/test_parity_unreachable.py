@@ -66,6 +66,27 @@ def test_a_peer_that_is_cut_off_while_rows_come_back(background: bool) -> None:
         _check_whole(run)
 
 
+def test_a_peer_that_can_be_reached_again_is_asked_straight() -> None:
+    with scene(shards=4, k=2, r=2) as run:
+        run.push()
+        (peer,) = [peer for peer in run.services()[LOST]._peers() if peer.index == 3]
+
+        def asked() -> list[str]:
+            before = len(run.network.events)
+            peer.ask("standing")
+            own = [e for e in run.network.events[before:] if e.sender == f"server-{LOST}"]
+            return [event.server for event in own if event.kind == "member"]
+
+        run.network.cut((LOST, 3))
+        (relay,) = asked()
+        for _ in range(3):  # tried again, and in vain
+            assert asked() == [relay]
+            run.pass_time(5)
+        run.network.cut()
+        run.pass_time(5)
+        assert asked() == asked() == ["server-3"]
+
+
 def test_a_host_that_no_server_reaches_is_not_needed() -> None:
     """Only the coordinator reaches it; a mirror of the rows is elsewhere."""
     with scene(shards=3, k=1, r=2) as run:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.cli._progress import resumed_line
 from emberkeep.cluster.remote.processes import connect
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import ConfigError, ServerError, ShardLostError
@@ -69,7 +70,16 @@ def test_rows_stay_and_what_is_applied_twice_is_counted(
     assert rows == plain(9)[0]  # as they were
     assert dense == plain(6)[1]  # as of the version
     assert run.keeper.recoveries().samples_applied_twice == 3  # steps: there is no reader
+    (resumed,) = run.heard("resumed")
+    assert resumed["samples_applied_twice"] == 3
+    assert "are applied to them twice" in resumed_line(resumed)
+
+    def at(step: int) -> bool:  # the trainer's, as its servers hear it: rows are ahead of that
+        return all(shard.status()["run"]["step"] == step for shard in run.cluster.handles)
+
+    until(lambda: at(6), "servers to know the step")
     run.train(6)
+    until(lambda: at(12), "servers to know the step")
     run.keeper.close()
     run.end()
     again = Run(OnServers(launcher), tmp_path / "r", EVERY_SIX)

@@ -39,6 +39,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("serve --shard ²/4", 2, "--shard is I/N"),
         ("serve --metrics ²", 2, "--metrics is a port"),
         ("serve --tier-exclusive", 2, "--tier-exclusive is for --tier"),
+        ("serve --port 0 --tier /proc/nope", 40, "the tier /proc/nope cannot be used"),
+        ("serve --port 0 --tier /dev/null", 40, "the tier /dev/null cannot be used"),
         ("serve --tier-memory 4GB", 2, "--tier-memory is for --tier"),
         ("cluster up --shards 2 --tier-memory 4GB", 2, "--tier-memory is for servers with a tier"),
         ("cluster up --shards 2 --parity ²,1", 2, "--parity is K,R"),

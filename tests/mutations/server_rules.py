@@ -116,7 +116,7 @@ SERVER_MUTATIONS = (
     ),
     Mutation(
         "S8", "a replacement serves before it knows which rows it had", REMOTE_PARITY,
-        "        self.rebuilder.recover_marks()\n", "", SIMULATOR,
+        "        self.rebuilder.recover_marks(done)\n", "", SIMULATOR,
     ),
     Mutation(
         "S10-life", "another server at the address is taken for the one before", SHARD,

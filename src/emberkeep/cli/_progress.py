@@ -59,6 +59,16 @@ def recovery_line(details: dict[str, Any]) -> str:
     )
 
 
+def resumed_line(details: dict[str, Any]) -> str:
+    """Where a run goes on, in one line."""
+    source = "the tier" if details["version"] is None else f"version {details['version']}"
+    line = f"resumed from {source}, after step {details['step']}"
+    twice = details.get("samples_applied_twice")
+    if twice is None:
+        return line
+    return f"{line}, beside rows that servers kept: {twice:,} samples are applied to them twice"
+
+
 def plan_line(details: dict[str, Any]) -> str:
     """What a run has decided for itself, in one line."""
     stored = "exact" if details["bits"] is None else f"{details['bits']} bits"
@@ -102,8 +112,6 @@ class _Telling(Hook):
 
     def on_event(self, event: str, details: dict[str, Any]) -> None:
         if event == "resumed":
-            version = details["version"]
-            source = "the tier" if version is None else f"version {version}"
             if "source" in details:
                 source = f"version {details['version']} of {details['source']}"
                 rows = sum(details["rows"].values())
@@ -111,7 +119,7 @@ class _Telling(Hook):
                 for line in details["skipped"]:
                     say(f"not taken along: {line}")
                 return
-            say(f"resumed from {source}, after step {details['step']}")
+            say(resumed_line(details))
         elif event == "recovered":
             say(recovery_line(details))
         elif event == "planned":

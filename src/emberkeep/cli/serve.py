@@ -112,6 +112,7 @@ def serve(
     place = _place(shard)
     patience = read_time("--grace", grace)
     kept_for = read_time("--keep-rows-for", keep_rows_for)
+    from emberkeep.blobs.system_disk import Disk
     from emberkeep.runtime.background import Worker
     from emberkeep.runtime.event_log import EventLog
     from emberkeep.server.flight_server import ShardServer
@@ -120,6 +121,7 @@ def serve(
     from emberkeep.server.server_watch import Parent, ServerWatch
     from emberkeep.server.shard_service import ShardService
     from emberkeep.tables import Tier
+    from emberkeep.tiers.directory import check_usable
     from emberkeep.wire import private_socket
     from emberkeep.wire.security import Security, is_loopback, read_token
 
@@ -131,6 +133,7 @@ def serve(
     own_tier = None
     if tier is not None:
         own_tier = Tier(tier, memory=tier_memory or "2GB", exclusive=tier_exclusive)
+        check_usable(own_tier.path, exclusive=tier_exclusive, disk=Disk())
     token = read_token(token_file)
     status: dict[str, Any] = {}
     if token is None and is_loopback(host):

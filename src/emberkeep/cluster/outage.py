@@ -17,6 +17,11 @@ _P = ParamSpec("_P")
 _MOST_RECOVERIES = 16
 
 
+class UnsettledError(PeerError):
+    """Shards have done what they were asked, and hosts of their parity have yet to hold it. To ask
+    again changes nothing, so it may be done as often as hosts take more of it."""
+
+
 class Interrupted(Protocol):
     """A cluster as its calls see it while shards are lost; see `Cluster`."""
 

@@ -17,6 +17,7 @@ from emberkeep._types import I64, Bools, Json, Words
 from emberkeep.erasure.messages import Layer, Point, Shape, Standing, Syndrome, Wanted
 from emberkeep.erasure.stream_frames import pack_point, pack_wanted, unpack_point, unpack_syndromes
 from emberkeep.errors import ServerError, ShardLostError
+from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.flight_transport import FLIGHT
 from emberkeep.wire.security import Security
@@ -27,6 +28,11 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 # Asked at any time, and as often as one likes: these change nothing, or what they change they find
 # done when they come again. All others are served in the order in which they were sent.
 _ANY_TIME = frozenset(("standing", "syndromes", "unknown", "send_fill", "flush", "hurry"))
+
+
+# A server that is asked by way of another is looked at so often, and for so long at most.
+_DEADLINES_BETWEEN_LOOKS = 3
+_LOOK = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +60,14 @@ class PeerMember:
     next, it is refused by the server: a host that was attached meanwhile is not detached, say.
 
     A server that cannot be reached is asked by way of another, the next one of `through` each time,
-    until that one does not reach it either. A question that arrives both ways is taken once.
+    until that one does not reach it either, or it can be reached again, which is tried every few
+    deadlines. A question that arrives both ways is taken once.
     """
 
     def __init__(
         self, peer: Peer, security: Security, deadline: timedelta, stripes: Sequence[int], *,
         transport: Transport = FLIGHT, through: Callable[[], Sequence[PeerMember]] = lambda: (),
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self.peer = peer
         self.host = PeerHost(self, stripes)
@@ -76,6 +84,8 @@ class PeerMember:
         self._through = through
         self._relay: PeerMember | None = None
         self._relays_tried = 0
+        self._clock = clock
+        self._tried_at = 0.0
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._in_turn = threading.Lock()
@@ -102,7 +112,10 @@ class PeerMember:
     ) -> tuple[Json, dict[str, npt.NDArray[Any]]]:
         """Asks straight or, where that was in vain, by way of the server that served last."""
         relay = self._relay
+        if relay is not None and self._within_reach():
+            relay = self._relay = None
         if relay is None:
+            self._tried_at = self._clock.monotonic()
             try:
                 return self.pass_on(header, arrays)
             except ShardLostError:
@@ -119,6 +132,22 @@ class PeerMember:
             raise ShardLostError((self.index,)) from None
         self._relay = relay
         return reply
+
+    def _within_reach(self) -> bool:
+        """Whether a server that is asked by way of another answers again, looked at now and then: a
+        relay takes two ways, and the time of a server that may have rows to bring back itself."""
+        now = self._clock.monotonic()
+        if now - self._tried_at < _DEADLINES_BETWEEN_LOOKS * self._deadline.total_seconds():
+            return False
+        self._tried_at = now
+        look = Connection(self.peer.address, self._security, transport=self._transport)
+        try:
+            look.act("status", deadline=min(self._deadline, _LOOK))
+        except ServerError:
+            return False
+        finally:
+            look.close()
+        return True
 
     def pass_on(
         self, header: Json, arrays: Arrays | None, *, hops: int = 1

@@ -406,12 +406,17 @@ class Rebuilder(Generic[AnyMember]):
 
     # -- bringing back ---------------------------------------------------------------------------
 
-    def recover_marks(self) -> None:
-        """Finds out which rows replacements have lost; until then they cannot serve."""
+    def recover_marks(self, done: set[object] | None = None) -> None:
+        """Finds out which rows replacements have lost; until then they cannot serve. Where that
+        fails half-way, what is `done` need not be done again for the same replacements."""
+        done = set() if done is None else done
         with self.lock:
             blind = self.blind()
-            for some in self._rounds(self.lost_marks(blind), _MARK_NBYTES):
-                self._complete(self.start_all(some))
+            whose = tuple(member.index for member in blind)
+            for nth, some in enumerate(self._rounds(self.lost_marks(blind), _MARK_NBYTES)):
+                if (whose, nth) not in done:
+                    self._complete(self.start_all(some))
+                    done.add((whose, nth))
             for member in blind:
                 member.reveal()
 

@@ -172,6 +172,7 @@ class Keeper(RunReport):
         if self._saver is not None:
             termination = self._termination
             self._saver.heed(lambda: termination.asked, grace)
+        self._homes = homes
         for home in homes:
             home.cluster.stop.heed(self._waits.look)
             home.cluster.tell(name=run_name(self._saver))
@@ -188,6 +189,8 @@ class Keeper(RunReport):
             self._begin()
             self.steps += 1
             self._ledger.step = self.steps
+            for home in self._homes:
+                home.cluster.tell(step=self.steps)
             due = self._pace.due(self.steps)
             if self._saver is not None:
                 self._saver.check()
@@ -465,8 +468,7 @@ class Keeper(RunReport):
         self.steps = self._exact_step = self._ledger.step = kept.step
         self._ledger.resumed += 1
         self._ledger.version = number
-        if self._recoverer is not None:
-            self._recoverer.load(returned.counters)
+        twice = {} if self._recoverer is None else self._recoverer.load(returned.counters)
         if self._planner is not None:
             seconds = self._clock.monotonic() - began
             self._planner.resumed(returned.counters, seconds, another=tell and not self._started)
@@ -474,7 +476,7 @@ class Keeper(RunReport):
             warnings.warn(f"versions {passed_over} are damaged and were passed over", stacklevel=3)
         if tell:
             details = {"version": version_number(kept), "step": kept.step, "lost": passed_over}
-            self._tell("resumed", details)
+            self._tell("resumed", details | twice)
         return kept
 
     # -- saving ----------------------------------------------------------------------------------

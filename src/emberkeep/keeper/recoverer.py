@@ -427,15 +427,17 @@ class Recoverer:
     def _failures(self) -> int:
         return self._failures_before + sum(len(home.cluster.losses) for home in self._homes)
 
-    def load(self, counters: dict[str, Any]) -> None:
+    def load(self, counters: dict[str, Any]) -> dict[str, int]:
         """The losses of a version that was brought back, as a share of the job as long as it is to
-        be now; failures of a run are counted on."""
+        be now; failures of a run are counted on. Returns what is to be said of rows that stayed
+        where they were, beside that version."""
         self.losses = Losses.from_dict(counters)
         if self._total_steps is not None:
             self.losses = self.losses.of_job(self._total_steps)
         self._failures_before += max(0, counters.get("failures", 0) - self._failures)
         again = int(counters.get(STEPS_APPLIED_TWICE, 0)) * self._samples_per_step
         self._applied_twice = int(counters.get("samples_applied_twice", 0)) + again
+        return {"samples_applied_twice": again} if STEPS_APPLIED_TWICE in counters else {}
 
     def summary(self) -> Recoveries:
         return Recoveries(

@@ -123,7 +123,9 @@ class RunReport:
         if self._planner is not None:
             self._planner.hear(event, details)
         if event in ("saved", "resumed", "recovered", "planned"):
-            run = {} if self._recoverer is None else {"pls": self._recoverer.losses.pls}
+            run: dict[str, float | str] = {"step": self._ledger.step}
+            if self._recoverer is not None:
+                run["pls"] = self._recoverer.losses.pls
             if event == "planned":
                 run |= {"plan": details["reason"]}
             if event == "saved":

@@ -338,7 +338,7 @@ class Epoch:
         """The answer to a push, once its parity is settled."""
         if self.parity_service is None or request.kind == CHECK:
             return done_reply(self.number, request.number, changed)
-        settled = self.parity_service.settle()
+        settled = self.parity_service.settle(_worker(request), request.number)
         self.check_serving(request.epoch)
         return done_reply(
             self.number, request.number, changed,

@@ -199,9 +199,12 @@ class ParityService:
         with self._lock:
             self._pushes.append((number, worker, push))
 
-    def settle(self) -> bool:
-        """After a push: see `ParityStreams.settle`."""
-        return self._streams.settle()
+    def settle(self, worker: str, push: int) -> bool:
+        """After a push of a worker: see `ParityStreams.settle`. It does not wait for those of
+        others that came after it: with many of them, that would have no end."""
+        with self._lock:
+            numbers = [n for n, who, last in self._pushes if (who, last) == (worker, push)]
+        return self._streams.settle(max(numbers, default=None))
 
     def known_left_out(self, known: Mapping[int, int]) -> dict[int, int]:
         """See `ParityStreams.known_left_out`."""
@@ -331,7 +334,7 @@ class ParityService:
     def _peer_member(self, peer: Peer) -> PeerMember:
         return PeerMember(
             peer, self._security, self._deadline, self._host.stripes, transport=self._transport,
-            through=self._peers,
+            through=self._peers, clock=self._clock,
         )  # fmt: skip
 
     def _peers(self) -> list[PeerMember]:

@@ -133,15 +133,15 @@ class ParityStreams:
 
     # -- who holds what --------------------------------------------------------------------------
 
-    def settle(self) -> bool:
-        """After a push: whether every live host holds all that was applied before or, in the
-        background, soon will.
+    def settle(self, number: int | None = None) -> bool:
+        """After a push: whether every live host holds the stream up to `number`, else all that was
+        applied before, or, in the background, soon will.
 
         False where a host does not answer: the push must be sent again, until that host is replaced
         or left out. If all are left out, training goes on; what it does is not settled before the
         coordinator knows that nobody holds it.
         """
-        number = self._source.number
+        number = self._source.number if number is None else number
         if self._spec.background:
             return self._await(
                 lambda: self._waiting_nbytes() <= self._spec.window_nbytes and not self._silent()
@@ -159,12 +159,13 @@ class ParityStreams:
 
     def make_room(self) -> None:
         """Before a write that is not a push: returns when no more than the window waits for hosts.
-        A host that takes nothing is left out by then, or the write is refused."""
-        until = self._clock.monotonic() + 2 * self._deadline.total_seconds()
+        A host that takes nothing is left out by then, or the write is refused; one that is slow is
+        waited for."""
+        patience = 2 * self._deadline.total_seconds()
         while not self._await(
             lambda: self._closed or self._waiting_nbytes() <= self._spec.window_nbytes
         ):
-            if self._clock.monotonic() > until:
+            if self._silent_seconds() > patience:
                 raise PeerError(
                     f"shard {self._source.index} wrote nothing: more than window_nbytes wait for a "
                     f"host of its parity: {self._trouble() or 'it does not answer'}"
@@ -208,6 +209,10 @@ class ParityStreams:
         self._leave_out_silent(asking=True)
         with self._moved:
             self._moved.notify_all()
+
+    def _silent_seconds(self) -> float:
+        """For how long a host has held nothing of what waits for it."""
+        return max((s.silent_seconds for s in list(self._senders.values())), default=0.0)
 
     def _silent(self) -> list[Sender]:
         """The senders whose hosts hold nothing for the deadline. One that has met no trouble is not
@@ -259,6 +264,7 @@ class ParityStreams:
             lag = max((sender.waiting for sender in self._senders.values()), default=0)
         return {
             "lag": lag,
+            "silent_seconds": self._silent_seconds(),
             "messages": self._ended_messages + sum(sender.messages for sender in senders),
             "sent_nbytes": self._ended_nbytes + sum(sender.sent_nbytes for sender in senders),
             "left_out_hosts": len(left_out),

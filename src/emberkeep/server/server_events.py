@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from emberkeep._types import Json
+from emberkeep.errors import EmberkeepError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
 OnEvent = Callable[[str, Json], object]
 
 # Clients come and go: the last thing that happened to the rows is more than that.
-_PASSING = ("connected", "disconnected", "refused_token")
+_PASSING = ("connected", "disconnected", "refused_token", "refused")
 
 
 class ServerEvents:
@@ -55,6 +56,15 @@ class ServerEvents:
                 self.streams -= 1
             seconds = round(self._clock.monotonic() - start, 3)
             self("disconnected", {**about, "seconds": seconds})
+
+    @contextmanager
+    def refusing(self, run: str, trainer: str) -> Iterator[None]:
+        """A trainer is refused where the body raises: its own words are on another machine."""
+        try:
+            yield
+        except EmberkeepError as error:
+            self("refused", {"run": run, "trainer": trainer, "error": str(error)})
+            raise
 
     def refuse_token(self, method: str) -> None:
         """A call without the token, or with a wrong one, was refused."""

@@ -247,12 +247,14 @@ class ShardService:
         check_protocol("the coordinator", header)
         number, coordinator = int(header["epoch"]), str(header["coordinator"])
         index, count = int(header["shard"]), int(header["shards"])
-        admission.check_place(self._place, index, count, number)
+        trainer = str(header.get("trainer", ""))
         tables = [table_from(table) for table in header["tables"]]
         optimizer = optimizer_from(header["optimizer"])
         with self._lock:
             before = self._epoch
-            admission.check_turn(self._opening or before, self._term, self._last_epoch, header)
+            with self.events.refusing(coordinator, trainer):
+                admission.check_place(self._place, index, count, number)
+                admission.check_turn(self._opening or before, self._term, self._last_epoch, header)
             adopts = bool(header.get("adopt"))
             if adopts:
                 self._adopt(admission.check_rows(before, header), header)
@@ -274,7 +276,6 @@ class ShardService:
             self._order.begin(number)
         if before is not None and self._tier is None:
             self._drop(before)
-        trainer = str(header.get("trainer", ""))
         self.metrics.admitted(number, trainer)
         about = {"epoch": number, "shard": index, "shards": count}
         self._tell("admitted", {**about, "run": coordinator, "trainer": trainer})

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 import threading
 import warnings
 import weakref
@@ -87,6 +88,21 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def check_usable(path: str, *, exclusive: bool, disk: Disk) -> None:
+    """Raises `TierError` where no files of a tier could be made below a directory, which is made if
+    it is not there; nothing else is left behind."""
+    try:
+        make_directory(path, disk)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            if not exclusive:
+                fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise TierError(
+            f"the tier {path} cannot be used: {error.strerror}; look at the disk and what is "
+            "mounted there, or name a directory on a disk that can be written and has locks"
+        ) from error
 
 
 def claim(path: str, *, exclusive: bool, disk: Disk) -> Claim:

@@ -11,11 +11,13 @@ import pyarrow.flight as flight
 import pytest
 
 from emberkeep.blobs import MemoryStore
-from emberkeep.errors import StorageError
+from emberkeep.errors import ConfigError, ServerError, StorageError
 from emberkeep.repository import Repository
+from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.server import version_work
 from emberkeep.server.flight_server import ShardServer
 from emberkeep.server.shard_service import ShardService
+from emberkeep.server.store_looks import StoreLooks
 from emberkeep.tables import SGD, Table
 from emberkeep.wire.protocol import PROTOCOL, describe_table, pack_frame, unpack_frame
 
@@ -69,6 +71,26 @@ def test_each_of_these_is_bounded_alone(server: ShardServer) -> None:
     ask(server, "table_state")
 
 
+def test_a_trainer_that_is_refused_is_logged() -> None:
+    said: list[tuple[str, Any]] = []
+    service = ShardService(
+        threads=1, place=(0, 1), on_event=lambda event, details: said.append((event, details))
+    )
+    list(service.act("admit", HEADER, {}))
+    for change, error in (
+        ({"epoch": 2, "coordinator": "other", "begins": True}, ServerError),
+        ({"epoch": 2, "shard": 1, "shards": 2}, ConfigError),
+    ):
+        with pytest.raises(error) as refused:
+            list(service.act("admit", {**HEADER, "trainer": "ada/7", **change}, {}))
+        event, details = said[-1]
+        assert (event, details["trainer"]) == ("refused", "ada/7")
+        assert details["error"] == str(refused.value)
+    last = service.events.last
+    assert last is not None
+    assert last["event"] == "admitted"
+
+
 def test_a_store_that_hangs_keeps_one_thread_and_is_named(
     service: ShardService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +119,41 @@ def test_a_store_that_hangs_keeps_one_thread_and_is_named(
         ended.set()
         first.join(60)
     assert found == look() == [({"repository": None}, {})]
+
+
+def test_a_store_that_hangs_keeps_nobody_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.server.store_looks._PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("emberkeep.server.store_looks._MOST_STORES", 2)
+    hang, ended = threading.Semaphore(0), threading.Event()
+
+    def store(url: str) -> Any:
+        return SimpleNamespace(url=url)
+
+    def exists(at: Any) -> bool:
+        if at.url.startswith("hangs"):
+            hang.release()
+            ended.wait(60)
+        return False
+
+    monkeypatch.setattr(Repository, "exists", staticmethod(exists))
+    looks = StoreLooks(SYSTEM_CLOCK)
+    threads = []
+    try:
+        for url in ("hangs://a", "hangs://b"):
+            assert looks.repository_at(store("sound://")) is None
+            threads.append(threading.Thread(target=looks.repository_at, args=[store(url)]))
+            threads[-1].start()
+            assert hang.acquire(timeout=60)
+        with pytest.raises(StorageError, match="hangs://b does not answer this server"):
+            looks.repository_at(store("hangs://b"))
+        # So many hang that another might take the last thread.
+        with pytest.raises(StorageError, match="hangs://a, hangs://b do not answer this server"):
+            looks.repository_at(store("sound://"))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+    assert looks.repository_at(store("sound://")) is None
 
 
 def test_a_load_opens_its_store_beside_the_threads_that_answer(

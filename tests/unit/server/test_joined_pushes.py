@@ -31,7 +31,7 @@ class FromParity:
 
     def start_after(self, _: object) -> None: ...
 
-    def settle(self) -> bool:
+    def settle(self, *_: Any) -> bool:
         return True
 
     def settled_push(self, _: str) -> int:

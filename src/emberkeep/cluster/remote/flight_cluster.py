@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from emberkeep._types import F32, I64, U8, Json, Rates, RowIds
 from emberkeep.cluster.base import Routed
-from emberkeep.cluster.outage import surviving
+from emberkeep.cluster.outage import UnsettledError, surviving
+from emberkeep.cluster.remote import row_requests
 from emberkeep.cluster.remote.adoptable_rows import OnRestart
 from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
@@ -159,7 +160,7 @@ class FlightCluster(RemoteCluster):
             kind = FETCH if same_ids(wanted, trained) else PULL
             out = self._no_rows(wanted)
             for part in pull_parts(routed, self._dims):
-                replies = self._exchange(self._requests(kind, part), self.timing.deadline)
+                replies = self._exchange(self._requests(kind, part), self._deadline(part))
                 self._take(part, replies, out)
             return out
 
@@ -179,7 +180,7 @@ class FlightCluster(RemoteCluster):
                     return  # a stream knows of one at a time
                 blobs = self._requests(PREFETCH, routed)
                 for shard, blob in zip(self.handles, blobs, strict=True):
-                    shard.send(blob, self.timing.deadline)
+                    shard.send(blob, self._deadline(routed))
             except EmberkeepError:
                 self._settle()
                 return  # the pull itself will find out what is wrong
@@ -216,7 +217,7 @@ class FlightCluster(RemoteCluster):
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        patience = 2 * self.timing.deadline.total_seconds()  # streams end by their deadline
+        patience = 2 * self._deadline(ahead.routed).total_seconds()  # streams end by their deadline
         try:
             failed = ahead.rows.exception(patience) is not None
         except TimeoutError:
@@ -273,13 +274,15 @@ class FlightCluster(RemoteCluster):
             kind = CHECK if self._refusable else PUSH
             blobs = self._requests(kind, routed, grads, number=number, lr=lr)
             if self._refusable:
-                self._exchange_together(blobs)
+                self._exchange_together(blobs, routed)
                 blobs = self._requests(APPLY, routed, number=number, lr=lr)
             sent = SentPush(self._incarnation, number, routed, grads, lr, self._answered(number))
             self._applying = sent
-            replies = self._exchange_together(blobs, sent)
+            replies = self._exchange_together(blobs, routed, sent)
             if any(settled_of(blob)[1] for blob in replies):
-                raise PeerError(f"push {number} is not settled: a host of its parity is silent")
+                raise UnsettledError(
+                    f"push {number} is not settled: a host of its parity is silent"
+                )
             self._applying = None
             settled = min(settled_of(blob)[0] for blob in replies)
             sent.settled = settled >= number
@@ -371,13 +374,15 @@ class FlightCluster(RemoteCluster):
             with suppress(EmberkeepError):
                 shard.ask("withdraw", about)
 
-    def _exchange_together(self, blobs: Sequence[U8], sent: SentPush | None = None) -> list[U8]:
+    def _exchange_together(
+        self, blobs: Sequence[U8], routed: Routed, sent: SentPush | None = None
+    ) -> list[U8]:
         """Sends a part of a push to each shard; as one rank of several, until all have sent theirs.
 
         A server does not let a rank wait for longer than half of a deadline at a time, so one that
         is silent does not pass for one that waits for others.
         """
-        return self._until_all_ranks(lambda: self._exchange(blobs, self.timing.deadline, sent))
+        return self._until_all_ranks(lambda: self._exchange(blobs, self._deadline(routed), sent))
 
     def _until_all_ranks(self, send: Callable[[], _T]) -> _T:
         until = self._clock.monotonic() + self.patience.total_seconds()
@@ -490,7 +495,7 @@ class FlightCluster(RemoteCluster):
         )  # fmt: skip
 
         def send() -> None:
-            shard.send(blob, self.timing.deadline)
+            shard.send(blob, self._deadline(sent.routed))
             shard.receive()
 
         try:
@@ -542,6 +547,9 @@ class FlightCluster(RemoteCluster):
             incarnation=self._incarnation if incarnation is None else incarnation,
         )  # fmt: skip
         return packed(request, routed, self.handles if only is None else [self.handles[only]])
+
+    def _deadline(self, routed: Routed) -> timedelta:
+        return self.timing.moving(row_requests.rows_nbytes(routed, self._dims))
 
     def _exchange(
         self, blobs: Sequence[U8], deadline: timedelta, sent: SentPush | None = None

@@ -27,9 +27,8 @@ from emberkeep.cluster.remote.launcher import Launcher
 from emberkeep.cluster.remote.leases import Leases, let_go
 from emberkeep.cluster.remote.remote_parity import (
     RemoteParity,
-    missing_rows,
     not_from_parity,
-    not_rebuilding,
+    stuck_shards,
 )
 from emberkeep.cluster.remote.remote_shard import RemoteShard, nobody_there, places
 from emberkeep.cluster.remote.timing import Timing
@@ -256,20 +255,22 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
         until = self._clock.monotonic() + patience
         expected = [describe_table(table) for table in self.tables]
         while True:
+            cause: Exception | None = None
             try:
                 for shard in self.handles:
                     if shard.state != "serving":
                         shard.follow(shard.connect(self.launcher.address(shard.index)))
                         self._catch_up(shard)
-            except (ServerError, ShardLostError, PeerError):
-                pass
+            except (ServerError, ShardLostError, PeerError) as error:
+                cause = error
             if all(shard.state == "serving" for shard in self.handles):
                 break
             if self._clock.monotonic() > until:
                 raise ServerError(
-                    f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s: "
-                    "the coordinator brings them back with its next call: see that it trains"
-                )
+                    f"shards {', '.join(map(str, self.lost()))} do not serve after {patience:g} s "
+                    f"({cause}): the coordinator brings them back with its next call: see that it "
+                    "trains"
+                ) from cause
             self.stop.pause(_POLL_SECONDS, "the coordinator to bring lost shards back")
         for shard in self.handles:
             if shard.tables != expected:
@@ -568,13 +569,12 @@ class RemoteCluster(ProtectedCluster[RemoteShard, RemoteParity]):
                 raise ShardLostError(dead) from error
             return True
         # A server drops a host of its parity that is silent for a deadline: then it answers.
-        if seconds > 3 * self.timing.deadline.total_seconds():
+        if seconds > 3 * self.timing.deadline.total_seconds() and (
+            stuck := stuck_shards(self.handles, error, self.timing.deadline, self._clock)
+        ):
             # Rows that do not come back, because a host of their parity is out of reach, are lost.
-            if not self.coordinates or not any(missing_rows(self.handles)):
+            if not self.coordinates:
                 raise error
-            stuck = not_rebuilding(self.handles, self.timing.deadline, self._clock)
-            if not stuck:
-                return False
             self._give_up(stuck)
             if not self._bring_back(ShardLostError(stuck)):
                 raise ShardLostError(stuck) from error

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from emberkeep.cluster.outage import UnsettledError
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.erasure.codes import Parity, Placement
@@ -119,8 +120,9 @@ class RemoteParity:
         )
         peer = self._peers[index] = Peer(index, shard.address, shard.epoch)
         member = PeerMember(
-            peer, self._security, self._timing.deadline, self._stripes, transport=self._transport
-        )
+            peer, self._security, self._timing.deadline, self._stripes,
+            transport=self._transport, clock=self._clock,
+        )  # fmt: skip
         member.hosts = self._peers
         return member
 
@@ -156,15 +158,21 @@ class RemoteParity:
 
     def _recover_marks(self) -> None:
         """A host that a replacement cannot reach is left out after a deadline, and one more to find
-        out whether the other hosts are enough: until then, what fails is asked for again."""
+        out whether the other hosts are enough: until then, what fails is asked for again. Each part
+        that has come back gives the next all that time."""
         deadlines = 2 * self.spec.r  # the only host of some rows is not left out
-        until = self._clock.monotonic() + deadlines * self._timing.deadline.total_seconds()
+        patience = deadlines * self._timing.deadline.total_seconds()
+        done: set[object] = set()
+        parts, since = 0, self._clock.monotonic()
         while True:
             try:
-                self.rebuilder.recover_marks()
+                self.rebuilder.recover_marks(done)
                 return
             except (PeerError, StreamError) as error:
-                if self._clock.monotonic() > until:
+                now = self._clock.monotonic()
+                if len(done) > parts:
+                    parts, since = len(done), now
+                if now - since > patience:
                     raise PeerError(f"marks of lost rows are not back: {error}") from None
             self._stop.pause(_POLL_SECONDS, "marks of lost rows to come back from parity")
 
@@ -227,7 +235,10 @@ class RemoteParity:
 
     def flush(self) -> None:
         """After a write that nobody would send again: every live host holds it now."""
-        self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
+        try:
+            self._each([partial(member.ask, "flush") for member in self.rebuilder.members])
+        except PeerError as error:
+            raise UnsettledError(str(error)) from error
 
     def rebuild(self) -> None:
         """Returns when all rows and all parity are back, or a shard was lost."""
@@ -339,6 +350,27 @@ def missing_rows(shards: Sequence[RemoteShard]) -> list[int]:
     """How many rows of each shard have yet to come back from parity."""
     statuses = [shard.status() for shard in shards]
     return [int(status.get("parity", {}).get("missing_rows", 0)) for status in statuses]
+
+
+def stuck_shards(
+    shards: Sequence[RemoteShard], error: PeerError, deadline: timedelta, clock: Clock
+) -> list[int]:
+    """The shards whose rows do not come back; none as long as what was in vain for three deadlines
+    is worth asking for again. Raises `error` where it is not, and no rows are missing."""
+    if isinstance(error, UnsettledError) and streams_move(shards, 3 * deadline):
+        return []
+    if not any(missing_rows(shards)):
+        raise error
+    return not_rebuilding(shards, deadline, clock)
+
+
+def streams_move(shards: Sequence[RemoteShard], patience: timedelta) -> bool:
+    """Whether each host that has yet to hold what shards have said has taken something within the
+    time: what is not settled is slow, and goes on, or was settled since it was asked for."""
+    known = [status["parity"] for shard in shards if "parity" in (status := shard.status())]
+    return (
+        any(parity["lag"] for parity in known) or not any(parity["left_out"] for parity in known)
+    ) and all(parity["silent_seconds"] <= patience.total_seconds() for parity in known)
 
 
 def not_rebuilding(shards: Sequence[RemoteShard], deadline: timedelta, clock: Clock) -> list[int]:

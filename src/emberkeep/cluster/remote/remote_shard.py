@@ -485,7 +485,8 @@ class RemoteShard:
     def _deadline(self, kind: str, arrays: Mapping[str, npt.NDArray[Any]] | None) -> timedelta:
         if kind in _BY_ROW and arrays:
             rows = max(len(array) for array in arrays.values())
-            return min(self.timing.bulk, self.timing.deadline + rows * _ROW)
+            nbytes = sum(array.nbytes for array in arrays.values())
+            return min(self.timing.bulk, self.timing.moving(nbytes) + rows * _ROW)
         return self.timing.bulk if kind in _BULK else self.timing.deadline
 
     def ordered(self, kind: str, header: Json) -> Json:

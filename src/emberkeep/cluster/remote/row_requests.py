@@ -79,6 +79,11 @@ def check_rows(
                 raise not_finite(tables_G[g][ids.table_of(bad)], int(ids.ids[bad]))
 
 
+def rows_nbytes(routed: Routed, dims_G: Sequence[int]) -> int:
+    """What ids and rows of all shards take: one is heard when all were sent theirs."""
+    return sum(_nbytes(routed, dims_G, s) for s in range(len(routed[0]) if routed else 0))
+
+
 def _nbytes(routed: Routed, dims_G: Sequence[int], shard: int) -> int:
     """What ids of a shard and a row of floats for each of them take."""
     return sum(

@@ -8,12 +8,15 @@ from datetime import timedelta
 from emberkeep.cluster.base import PATIENCE
 from emberkeep.errors import ConfigError
 
+# What a network carries at the least: below that it counts as one that carries nothing.
+_NBYTES_PER_SECOND = 10 * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """How long a cluster waits.
 
-    - `deadline`: for a pull, a push or a small question.
+    - `deadline`: for a pull, a push or a small question; more for many bytes (`moving`).
     - `lease`: how long a server answers without hearing from its coordinator, and how long one that
       does not answer is waited for where another can take its place. At least `deadline`.
     - `bulk`: for moving many rows at once.
@@ -36,3 +39,10 @@ class Timing:
                 f"lease ({self.lease}) must not be below deadline ({self.deadline}): a server that "
                 "was stopped could answer a request after it was replaced"
             )
+
+    def moving(self, nbytes: int) -> timedelta:
+        """The deadline of a request that moves so many bytes, at most `bulk`. A server that is
+        replaced meanwhile looks at its lease before it answers, however long that is after it was
+        asked."""
+        taken = self.deadline + timedelta(seconds=nbytes / _NBYTES_PER_SECOND)
+        return max(self.deadline, min(self.bulk, taken))
