@@ -79,6 +79,7 @@ class RepositorySaver(Checkpointer):
         if mirror is not None:
             copies = mirror(must_exist=must_exist and not Repository.exists(store))
         must_exist = must_exist and (copies is None or copies.empty)
+        clusters = [p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)]
         look, ahead = look_at(store), catalog_ahead(store)
         try:
             repository = Repository.open(store, clock=clock)
@@ -90,6 +91,7 @@ class RepositorySaver(Checkpointer):
                     "to start a new run"
                 ) from None
             check_holders(subject, store.url, None)
+            check_runs(clusters, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
             look = None
@@ -106,8 +108,7 @@ class RepositorySaver(Checkpointer):
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
             history = None  # it takes as long as both places have versions: somebody may have come
-        check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
-                   repository.id)  # fmt: skip
+        check_runs(clusters, store.url, repository.id)
         super().__init__(
             repository,
             subject,
