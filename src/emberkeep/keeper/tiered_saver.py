@@ -361,8 +361,10 @@ class TieredSaver(RepositorySaver):
             self._tier.forget()
         return restored
 
-    def _beside_adopted(self, fits: Callable[[Captured], object]) -> Returned | None:
-        returned = super()._beside_adopted(fits)
+    def _beside_adopted(
+        self, fits: Callable[[Captured], object], fall_back: bool
+    ) -> Returned | None:
+        returned = super()._beside_adopted(fits, fall_back)
         self._tier.forget()
         return returned
 
