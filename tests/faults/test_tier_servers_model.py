@@ -95,6 +95,47 @@ def test_a_file_of_this_model_comes_from_the_repository(
     again.end()
 
 
+def test_disks_in_each_others_places_are_refused(launcher: FarmLauncher, tmp_path: Path) -> None:
+    """Each shard's files would be missing where it looks for them, and are not lost."""
+    first, second, aside = (tmp_path / "t" / name for name in ("shard-0", "shard-1", "aside"))
+
+    def swap() -> None:
+        for shard in range(SHARDS):
+            launcher.kill(shard)
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
+
+    def swapped() -> list[dict[str, bytes]]:
+        return [{path.name: path.read_bytes() for path in at.iterdir()} for at in (first, second)]
+
+    swap()
+    before = swapped()
+    said = r"shard-(\d)/rows-(?!\1)\d-0.tier belongs to shard \d, .* mount every disk"
+    with pytest.raises(StateError, match=f"(?i){said}"):
+        Run(OnServers(launcher), tmp_path / "r", OFTEN)
+    assert swapped() == before
+    swap()
+    again = Run(OnServers(launcher), tmp_path / "r", OFTEN)
+    assert again.keeper.resume() == DurableStep(8)
+    assert again.bits() == plain(8)
+    again.end()
+
+
+def test_nothing_is_created_where_the_repository_of_the_files_was(
+    launcher: FarmLauncher, tmp_path: Path
+) -> None:
+    """A disk that is not mounted, say."""
+    (tmp_path / "r").rename(tmp_path / "away")
+    with pytest.raises(StateError, match=r"files of another run than .*/r: .* no repository is"):
+        Run(OnServers(launcher), tmp_path / "r", OFTEN)
+    assert not (tmp_path / "r" / "repository.json").exists()
+    (tmp_path / "away").rename(tmp_path / "r")
+    again = Run(OnServers(launcher), tmp_path / "r", OFTEN)
+    assert again.keeper.resume() == DurableStep(8)
+    again.end()
+
+
 @pytest.mark.parametrize("tables", [MORE, WITHOUT], ids=["one more", "one fewer"])
 def test_in_process_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Sequence[Table]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import emberkeep as ek
+from emberkeep.blobs.local_store import LocalStore
 from emberkeep.cli._progress import resumed_line
 from emberkeep.cluster.remote.processes import connect
 from emberkeep.cluster.remote.remote_shard import RemoteShard
 from emberkeep.errors import ConfigError, ServerError, ShardLostError
+from emberkeep.repository import Repository
 from emberkeep.server.server_watch import ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table, Tier
@@ -155,6 +157,32 @@ def test_batches_in_tiers_too(farm: Farm, tmp_path: Path) -> None:
     assert again.keeper.resume().step == 12
     again.end()
     servers.end()
+
+
+@pytest.mark.filterwarnings("ignore:old versions could not be removed")
+@pytest.mark.parametrize("what", ["manifest", "dense state"])
+def test_the_network_falls_back_past_a_damaged_version_and_rows_stay(
+    launcher: FarmLauncher, tmp_path: Path, what: str
+) -> None:
+    left(launcher, tmp_path / "r", steps=15)
+    newest = Repository.open(LocalStore(tmp_path / "r")).manifest(2)
+    names = [newest.name] if what == "manifest" else [f.name for f in newest.of_kind("dense")]
+    for damaged in (tmp_path / "r" / name for name in names):
+        damaged.chmod(0o644)
+        damaged.write_bytes(b"damage")
+    run = Run(OnServers(launcher, on_restart="adopt"), tmp_path / "r", EVERY_SIX)
+    assert run.cluster.adopted is not None
+    with pytest.warns(UserWarning, match=r"versions \[2\] are damaged and were passed over"):
+        assert run.keeper.resume(fall_back=True).step == 6
+    rows, dense = run.bits()
+    assert (rows, dense) == (plain(15)[0], plain(6)[1])
+    assert run.keeper.recoveries().samples_applied_twice == 9
+    run.train(2)
+    assert run.keeper.close().step == 8
+    run.end()
+    again = Run(OnServers(launcher), tmp_path / "r", EVERY_SIX)
+    assert again.keeper.resume().step == 8
+    again.end()
 
 
 def test_rows_of_a_run_that_has_left_newer_versions_are_not_adopted(

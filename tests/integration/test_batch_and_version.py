@@ -227,6 +227,59 @@ def test_a_run_falls_back_to_its_batch_before_it_does_to_an_older_version(
     again.end()
 
 
+@pytest.mark.parametrize("how", ["starts over", "goes back"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_batch_that_a_run_has_gone_on_without_does_not_come_back(
+    place: Place, how: str, steps: int
+) -> None:
+    """A run with versions alone leaves files as they are: what it has saved is of a later time than
+    their batch, whichever number of steps it has made."""
+    place.train(9)
+    between = place.start(ek.incremental(every=60))
+    if how == "starts over":
+        between.keeper.start_over()
+    else:
+        assert between.keeper.resume().step == 6
+    between.train(steps)
+    step = between.keeper.steps
+    assert between.keeper.close().step == step
+    between.end()
+    again = place.start()
+    assert again.keeper.resume().step == step
+    assert again.bits() == plain(step)
+    assert again.train(4).bits() == plain(step + 4)
+    again.end()
+
+
+def test_the_batch_before_a_version_of_the_same_run_comes_back(place: Place) -> None:
+    """Whichever process has made which of them."""
+    place.train(9)
+    place.train(1)  # from batch 8, without a version
+    again = place.start()
+    assert again.keeper.resume() == DurableStep(8)
+    assert again.bits() == plain(8)
+    again.end()
+
+
+@pytest.mark.filterwarnings("ignore:old versions could not be removed")
+def test_a_run_falls_back_from_a_batch_whose_state_is_damaged(place: Place) -> None:
+    place.train(9)
+    states = place.root / ("t/state" if place.servers is None else "r/tiers")
+    (damaged,) = states.glob("step-*")
+    damaged.write_bytes(b"damage")
+    run = place.start()
+    with pytest.raises(DamageError, match=r"fall_back=True"):
+        run.keeper.resume()
+    with pytest.warns(UserWarning, match="the batch of step 8 was passed over: .*step-8"):
+        assert run.keeper.resume(fall_back=True).step == 6
+    assert run.bits() == plain(6)
+    assert run.train(4).bits() == plain(10)
+    run.end()
+    again = place.start()
+    assert again.keeper.resume() == DurableStep(10)
+    again.end()
+
+
 class Later(SystemClock):
     """The machine's clock, so many minutes on; what is monotonic begins with each process."""
 

@@ -79,6 +79,7 @@ class RepositorySaver(Checkpointer):
         if mirror is not None:
             copies = mirror(must_exist=must_exist and not Repository.exists(store))
         must_exist = must_exist and (copies is None or copies.empty)
+        clusters = [p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)]
         look, ahead = look_at(store), catalog_ahead(store)
         try:
             repository = Repository.open(store, clock=clock)
@@ -90,6 +91,7 @@ class RepositorySaver(Checkpointer):
                     "to start a new run"
                 ) from None
             check_holders(subject, store.url, None)
+            check_runs(clusters, store.url, None)
             schema = subject.schema()
             repository = Repository.create(store, schema=schema, exclusive=exclusive, clock=clock)
             look = None
@@ -106,8 +108,7 @@ class RepositorySaver(Checkpointer):
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
             history = None  # it takes as long as both places have versions: somebody may have come
-        check_runs([p.target for p in view_of(subject).parts if isinstance(p.target, Cluster)],
-                   repository.id)  # fmt: skip
+        check_runs(clusters, store.url, repository.id)
         super().__init__(
             repository,
             subject,
@@ -219,7 +220,7 @@ class RepositorySaver(Checkpointer):
         self, version: int | str | None, *, fall_back: bool, fits: Fits
     ) -> Returned | None:
         if version is None and take_adopted(self.subject, self.repository.id):
-            return self._beside_adopted(fits)
+            return self._beside_adopted(fits, fall_back)
         drop_adopted(self.subject)
         self._tell_run("")  # before they are loaded, until it is known what they are
         if isinstance(version, str) and not version.isdigit():
@@ -270,20 +271,41 @@ class RepositorySaver(Checkpointer):
         them."""
         check_found(self.subject)
 
-    def _beside_adopted(self, fits: Fits) -> Returned | None:
-        """All but rows from the newest version, and how far rows are ahead of it."""
-        newest = self.repository.newest_whole()
-        if newest is None:
+    def _beside_adopted(self, fits: Fits, fall_back: bool) -> Returned | None:
+        """All but rows from the newest version, or with `fall_back` from the newest undamaged one;
+        and how far rows are ahead of it."""
+        restored, passed_over = self._newest_beside(fall_back)
+        if restored is None:
             view_of(self.subject).clear()
             return None
-        restored = read_beside(self.repository, self.repository.manifest(newest))
         _check_fit(restored, fits)
-        self.writer.resume(newest)
-        self.forget_chain()
         self._whole = manifest = restored.manifest
+        newest = self.writer.resume(manifest.version)
+        self.forget_chain()
+        self._left_newer = bool(passed_over) and not newest
+        self._tell_run()
         ahead = steps_ahead(self.subject, manifest.layout["tables"])
         counters = {**manifest.counters, STEPS_APPLIED_TWICE: ahead}
-        return Returned(kept=manifest, counters=counters)
+        return Returned(kept=manifest, counters=counters, passed_over=tuple(passed_over))
+
+    def _newest_beside(self, fall_back: bool) -> tuple[Restored | None, list[int]]:
+        """What a version has beside its rows, and the numbers of damaged ones that were newer."""
+        passed_over, failure = list[int](), None
+        for version in reversed(self.repository.versions()):
+            try:
+                manifest = self.repository.manifest(version)
+                if manifest.whole and not manifest.aside:
+                    return read_beside(self.repository, manifest), passed_over
+            except NoVersionError:  # it was removed meanwhile
+                continue
+            except DamageError as error:
+                if not fall_back:
+                    raise
+                failure = failure or error
+                passed_over.append(version.number)
+        if failure is not None:
+            raise failure
+        return None, passed_over
 
     # -- the mirror ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
+from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.checkpoint.recovery import Home, steps_of
@@ -102,6 +103,8 @@ class TierSaver(BackgroundSaver[DurableStep]):
         paths: Sequence[str] = (), max_failures: int = 1,
     ) -> None:  # fmt: skip
         self.tiers = tiers
+        self.made_by: Json = {}
+        """Goes beside the rows of every batch: who has made it durable."""
         self._max_failures = max_failures
         self._state = state
         self._paths = paths
@@ -140,7 +143,10 @@ class TierSaver(BackgroundSaver[DurableStep]):
         start = self._clock.monotonic()
         counted = counters() if callable(counters) else counters
         # By a name from when it was losses alone.
-        beside = pack({"reader": state.reader, "losses": counted}, what=tier_state.BESIDE)
+        beside = pack(
+            {"reader": state.reader, "losses": counted, "made_by": self.made_by},
+            what=tier_state.BESIDE,
+        )
         try:
             await_prepared = self.tiers.prepare(step)
         except StorageError as error:
@@ -257,6 +263,13 @@ class TierSaver(BackgroundSaver[DurableStep]):
         durable = self.whole
         if durable is None:
             return None
+        dense, beside = self._beside(durable)
+        fits(Captured(dense=dense, reader=beside["reader"]))
+        self._saving = None
+        return Returned(kept=durable, counters=beside["losses"])
+
+    def _beside(self, durable: DurableStep) -> tuple[Packed, Json]:
+        """Dense state and what else belongs to the rows of the durable step."""
         name = self.tiers.durable_state()
         try:
             content = self._state.get(name)
@@ -266,10 +279,13 @@ class TierSaver(BackgroundSaver[DurableStep]):
                 "belongs to them; bring that directory back, or restore a version of a repository",
                 name=name,
             ) from None
-        dense, beside = tier_state.decode(name, content)
-        fits(Captured(dense=dense, reader=beside["reader"]))
-        self._saving = None
-        return Returned(kept=durable, counters=beside["losses"])
+        return tier_state.decode(name, content)
+
+    def maker(self) -> Json:
+        """Who has made the durable step so; empty where that is not said."""
+        durable = self.whole
+        maker: Json = {} if durable is None else self._beside(durable)[1].get("made_by", {})
+        return maker
 
     def tag(self, name: str, version: int | str | None = None) -> NoReturn:
         raise ConfigError(

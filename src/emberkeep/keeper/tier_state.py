@@ -96,7 +96,8 @@ def _decoded(name: str, content: bytes) -> Packed:
 def damaged(name: str, why: str) -> DamageError:
     return DamageError(
         f"{name}, the state beside a tier's rows, is damaged: {why}; nothing was loaded. If a copy "
-        "exists, bring that file back, or restore a version of a repository into a new tier",
+        "exists, bring that file back; else go back to a version: with resume(fall_back=True) "
+        "where ek.tiered keeps some, or into a new tier",
         name=name,
     )
 

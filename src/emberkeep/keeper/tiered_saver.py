@@ -7,6 +7,7 @@ network only where files are gone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -41,6 +42,7 @@ from emberkeep.keeper.run_saver import DurableStep, Hear, Kept, Returned
 from emberkeep.keeper.run_state import Captured
 from emberkeep.keeper.tier_saver import TierSaver, local_saver
 from emberkeep.repository import Manifest, VersionId
+from emberkeep.repository.maintenance.version_copy import Origin
 from emberkeep.runtime.clock import Clock
 from emberkeep.strategies import Every, Strategy
 
@@ -67,6 +69,7 @@ class TieredSaver(RepositorySaver):
         self._tier = _tier_saver(
             clusters, parts, store, self.repository.id, on_event, clock, self.settings.max_failures
         )
+        self._tier.made_by = {"repository": self.repository.id, "epoch": self.writer.epoch}
         self._version_at, self._version_step = clock.monotonic(), 0
         self._homes = parts.subject.homes()
         self._stopping = self._batches_ended = self._rows_chosen = False
@@ -249,7 +252,8 @@ class TieredSaver(RepositorySaver):
     ) -> Returned | None:
         """From the tiers where all files have the newest durable batch; else from the version,
         and that batch is given up for good. Versions that nobody can read hide no batch; one of a
-        later step that is damaged does, unless `fall_back` allows it."""
+        later step that is damaged does, unless `fall_back` allows it. That allows a version, too,
+        where what belongs to the rows of the batch is damaged."""
         returned = self._bring_back(version, fall_back, fits)
         self._rows_chosen = True
         return returned
@@ -276,10 +280,27 @@ class TieredSaver(RepositorySaver):
                 damaged.append(number)
                 continue
             return returned and _past(returned, [n for n in damaged if n > number])
-        returned = self._from_batch(fits, older)
-        if returned is None:
-            return self._from_version(None, fall_back, fits)
-        return _past(returned, damaged)
+        try:
+            if older is None or not self._went_on_without(older):
+                returned = self._from_batch(fits, older)
+                if returned is not None:
+                    return _past(returned, damaged)
+        except DamageError as error:
+            if not fall_back or older is None:
+                raise
+            warnings.warn(
+                f"the batch of step {batch} was passed over: {error}",
+                stacklevel=8,
+            )
+        return self._from_version(None, fall_back, fits)
+
+    def _went_on_without(self, version: Manifest) -> bool:
+        """Whether a version, of no later step than the batch, was saved by a process that came
+        after the one which has made the batch: a run that keeps versions alone has gone on from
+        elsewhere, and the batch is of a past that it has left."""
+        maker, saved = self._tier.maker(), Origin.of(version)
+        known = maker.get("repository") == saved.repository == self.repository.id
+        return known and saved.version.epoch > int(maker["epoch"])
 
     def _around(self, batch: DurableStep) -> tuple[list[Manifest], Manifest | None, list[int]]:
         """Whole versions of later steps than the batch, the newest first; the newest that is not;
@@ -340,8 +361,10 @@ class TieredSaver(RepositorySaver):
             self._tier.forget()
         return restored
 
-    def _beside_adopted(self, fits: Callable[[Captured], object]) -> Returned | None:
-        returned = super()._beside_adopted(fits)
+    def _beside_adopted(
+        self, fits: Callable[[Captured], object], fall_back: bool
+    ) -> Returned | None:
+        returned = super()._beside_adopted(fits, fall_back)
         self._tier.forget()
         return returned
 

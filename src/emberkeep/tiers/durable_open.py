@@ -8,6 +8,7 @@ at the same batch: what it has committed last, or what it has prepared if that w
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ SEGMENT_NBYTES = 4 * 2**20
 DISK = Disk
 
 _ORIGIN = "seed and init"
+_ROW_FILE = re.compile(r"rows-([0-9]{1,9})-[0-9]+\.tier\Z")
 
 _Slab = tuple[int, Optimizer | None]
 """What tables of one tier must share to share a slab."""
@@ -204,6 +206,26 @@ def _respelled(schema: Json, respelled: Mapping[str, str]) -> Json:
     return found
 
 
+def _check_place(top: str, shard: int) -> None:
+    """Refuses a directory of one shard that has a batch of another: disks are mounted in each
+    other's places, say, and neither is lost."""
+    for name in sorted(os.listdir(top)):
+        found = _ROW_FILE.match(name)
+        if found is None or int(found[1]) == shard:
+            continue
+        path = os.path.join(top, name)
+        try:
+            head = read_head(path)[0]
+        except DamageError:
+            continue
+        if head.committed is not None or head.prepared is not None:
+            raise StateError(
+                f"{path} belongs to shard {found[1]}, and {top} is the place of shard {shard}; "
+                "nothing was changed. Mount every disk where it was, or bring the file back to its "
+                "place; remove it if nobody needs it"
+            )
+
+
 def _check_model(top: str, wanted: _Model) -> None:
     """Refuses the files of another model, by all that can be read of them, before one is found
     missing or damaged: a file that their model never had is not lost.
@@ -320,6 +342,8 @@ def _open_log(
         try:
             top, name = os.path.split(path)
             schema = wanted.schemas[name]
+            if alone:
+                _check_place(top, schema["shard"])
             _check_model(top, wanted)
             if directory.is_there(path):
                 directory.check_unlocked(path)

@@ -144,7 +144,7 @@ def test_a_flipped_bit_of_the_state_is_refused(tmp_path: Path) -> None:
 def test_the_state_of_another_step_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "t", 2, 3)
     shutil.copy(tmp_path / "step-2.safetensors", file)
-    with pytest.raises(DamageError, match="bring that file back, or restore"):
+    with pytest.raises(DamageError, match="bring that file back; else go back to a version"):
         resumed(tmp_path / "t")
     shutil.copy(tmp_path / "step-3.safetensors", file)
     assert resumed(tmp_path / "t") == 3

@@ -298,18 +298,21 @@ class RemoteTiers:
             raise ShardLostError((shard.index,)) from None
 
 
-def check_runs(clusters: Sequence[Cluster], run: str) -> None:
-    """Refuses servers whose files are those of another run."""
+def check_runs(clusters: Sequence[Cluster], url: str, run: str | None) -> None:
+    """Refuses servers whose files are those of another run than the one at `url`, which is None
+    where there is no repository yet."""
     for cluster in clusters:
         if not isinstance(cluster, RemoteCluster) or not cluster.tiered or not cluster.coordinates:
             continue
         for shard, reply in zip(cluster.handles, cluster.ask_tiers({"ask": "points"}), strict=True):
             point = reply["point"]
             if point is not None and point["run"] != run:
+                here = "no repository is there" if run is None else f"this is {run}"
                 raise StateError(
-                    f"shard {shard.index} at {shard.address} has files of another run, that of the "
-                    f"repository {point['run'] or '(none)'}, and this is {run}; nothing was "
-                    "changed. Name another path for its tier, or remove its files"
+                    f"shard {shard.index} at {shard.address} has files of another run than {url}: "
+                    f"theirs is that of the repository {point['run'] or '(none)'}, and {here}; "
+                    "nothing was changed. Check the path, and that its disk is mounted; else name "
+                    "another path for the tier, or remove its files"
                 )
 
 
