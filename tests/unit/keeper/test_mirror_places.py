@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
 from emberkeep.repository.maintenance.version_copy import Origin, same_run
 from emberkeep.runtime.bandwidth import Bandwidth
+from emberkeep.runtime.clock import SystemClock
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.unit.keeper.test_mirror import Life, steps_in
 
@@ -125,6 +126,31 @@ def test_what_a_process_saved_after_another_took_over_does_not_count() -> None:
     assert back.bits() == later.bits()
     back.keeper.close()
     assert steps_in(mirror)[-1] == 20
+
+
+class ClockAhead(SystemClock):
+    """Of a machine whose clock was set wrong."""
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(hours=1)
+
+
+def test_a_clock_that_was_ahead_does_not_take_the_run_back() -> None:
+    """What came to the mirror later is newer, whatever time the machine had that saved it."""
+    first, second, mirror = MemoryStore(), MemoryStore(), MemoryStore()
+    keeping = ek.incremental(every=2, keep="all")
+    earlier = Life(first, mirror, strategy=keeping, clock=ClockAhead()).train(4)
+    earlier.keeper.close()
+    later = Life(second, mirror, strategy=keeping).train(20)
+    later.keeper.close()
+    back = Life(first, mirror, strategy=keeping)
+    assert back.resumed is not None
+    assert back.resumed.step == 20
+    assert back.bits() == later.bits()
+    back.train(22).keeper.close()
+    assert steps_in(mirror)[-1] == 22
+    again = Life(second, mirror, strategy=keeping)
+    assert again.bits() == back.bits()
 
 
 def test_a_process_notices_that_another_has_the_mirror_before_a_copy_is_due() -> None:
