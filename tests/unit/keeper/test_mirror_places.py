@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
 from emberkeep.repository.maintenance.version_copy import Origin, same_run
 from emberkeep.runtime.bandwidth import Bandwidth
-from emberkeep.runtime.clock import SystemClock
 from emberkeep.testing.virtual_clock import VirtualClock
-from tests.unit.keeper.test_mirror import Life, steps_in
+from tests.unit.keeper.test_mirror import ClockAhead, Life, steps_in
 
 
 def test_a_run_that_went_back_to_an_earlier_version_can_be_closed() -> None:
@@ -127,13 +126,6 @@ def test_what_a_process_saved_after_another_took_over_does_not_count() -> None:
     assert back.bits() == later.bits()
     back.keeper.close()
     assert steps_in(mirror)[-1] == 20
-
-
-class ClockAhead(SystemClock):
-    """Of a machine whose clock was set wrong."""
-
-    def now(self) -> datetime:
-        return super().now() + timedelta(hours=1)
 
 
 def test_a_clock_that_was_ahead_does_not_take_the_run_back() -> None:
