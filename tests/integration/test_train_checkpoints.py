@@ -211,6 +211,19 @@ def test_widths_are_measured_on_samples_that_come_next_and_nothing_is_changed(
     assert same(run(whole), plain)
 
 
+def test_a_budget_that_comes_when_few_samples_are_left_ends_no_run(tmp_path: Path) -> None:
+    interrupted(settings(tmp_path / "run"), 13)
+    late = settings(
+        tmp_path / "run", "checkpoint.accuracy_budget=1e-3", "checkpoint.calibrate_at=6"
+    )
+    recorder = Recorder()
+    with pytest.warns(UserWarning, match="too few .* versions stay exact"):
+        ended = run(late, hooks=[recorder])
+    assert ended.resumed_step == 12
+    assert same(ended, run(demo(SMALL)))
+    assert "calibrated" not in [event for event, _ in recorder.events]
+
+
 @pytest.mark.parametrize("at", [17, 100_000])
 def test_too_late_a_calibration_is_refused_before_anything_is_trained(
     tmp_path: Path, at: int

@@ -121,6 +121,19 @@ class VersionSpec:
         return any(value is not None for value in given)
 
     @property
+    def measures(self) -> str:
+        """What measured widths have to keep, and how ranges are searched for meanwhile."""
+        if self.accuracy_budget is None:
+            return ""
+        said = f"accuracy_budget={float(self.accuracy_budget)!r}"
+        said += f" expected_restores={self.expected_restores or 1}"
+        if self.bins is not None:
+            said += f" bins={self.bins}"
+        if self.range_ratio is not None:
+            said += f" range_ratio={float(self.range_ratio)!r}"
+        return said
+
+    @property
     def lossy(self) -> bool:
         """Whether versions may be rounded; which of them are is known of each one."""
         return self.quantizes or self.quantize_optimizer

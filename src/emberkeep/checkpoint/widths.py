@@ -28,14 +28,17 @@ class Width:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """A width for each table; tables that are not named are exact."""
+    """A width for each table; tables that are not named are exact. `measured_for` is what they had
+    to keep, as the strategy that they were measured for says it; empty if they were given."""
 
     tables: Mapping[str, Width] = field(hash=False)
     why: str = ""
+    measured_for: str = ""
 
     def to_dict(self) -> Json:
         return {
             "why": self.why,
+            "measured_for": self.measured_for,
             "tables": {
                 name: {"bits": width.bits, "optimizer": width.optimizer, "why": width.why}
                 for name, width in self.tables.items()
@@ -55,7 +58,8 @@ class Widths:
                 )
             except ConfigError as error:
                 raise table.wrong("bits", f"a width ({error})") from error
-        return cls(tables=found, why=fields.text("why"))
+        measured_for = fields.text("measured_for") if "measured_for" in fields else ""
+        return cls(tables=found, why=fields.text("why"), measured_for=measured_for)
 
 
 def check_tables(widths: Widths | None, tables: Iterable[str]) -> None:

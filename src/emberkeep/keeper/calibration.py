@@ -248,6 +248,7 @@ class _Trials:
             tables=chosen,
             why=f"accuracy budget {self._budget_text}: validation loss {self._loss:.6g} to "
             f"{reached:.6g} ({self._grown(reached)})",
+            measured_for=self._spec.measures,
         )
 
     def _quantized(self, bits: int) -> Quantized:

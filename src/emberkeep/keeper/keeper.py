@@ -304,7 +304,8 @@ class Keeper(RunReport):
                 self._saver.cancel()
             self.close(save=False)
         except EmberkeepError as second:
-            warnings.warn(f"while {error!r} ended the run: {second}", stacklevel=2)
+            if repr(second) != repr(error):
+                warnings.warn(f"while {error!r} ended the run: {second}", stacklevel=2)
 
     # -- lost shards -----------------------------------------------------------------------------
 

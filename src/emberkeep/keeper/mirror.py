@@ -333,6 +333,10 @@ class Mirror:
                 self._collect()
         except CancelledError:
             pass
+        except NoVersionError:
+            if self._newest() == newest:
+                raise
+            return 0  # retention let it go before it was pinned, since a newer one is there
         except FencedError as error:
             with self._worker.changed:
                 self._fenced = error

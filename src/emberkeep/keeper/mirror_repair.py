@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from emberkeep.errors import DamageError, NoVersionError
@@ -27,8 +27,9 @@ def is_ahead(
     What a process saved elsewhere after another had taken the mirror over, and made versions there,
     is no part of the run, however late it was saved.
     """
-    by_time = newest[0].newer_than(known[0])
-    if newest[0].repository == known[0].repository or known[0] in origins(mirror):
+    copies = _copies(mirror)
+    by_time = _is_newer(newest[0], known[0], copies)
+    if newest[0].repository == known[0].repository or known[0] in copies:
         return by_time
     left = repository.manifest(known[1])
     epoch = mirror_epoch(left, mirror)
@@ -46,6 +47,18 @@ def is_ahead(
     return ahead
 
 
+def _copies(mirror: Repository) -> dict[Origin, VersionId]:
+    return {origin: version for origin, version in _whole(mirror) if origin is not None}
+
+
+def _is_newer(one: Origin, other: Origin, copies: Mapping[Origin, VersionId]) -> bool:
+    """Of two that were copied to one mirror, which has one writer at a time, the one that came
+    later: clocks of machines differ."""
+    if one.repository != other.repository and one in copies and other in copies:
+        return copies[one] > copies[other]
+    return one.newer_than(other)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A whole version that a run may go on from: where it is in the repository, and in the mirror.
@@ -60,8 +73,7 @@ def candidates(repository: Repository, mirror: Repository | None) -> Iterator[Ca
     """The whole versions of both places, newest first, beginning with the repository's newest: what
     the mirror has that is newer was brought before, or does not count. What is aside in the
     repository has the place that its copy in the mirror has."""
-    found_there = [] if mirror is None else _whole(mirror)
-    copies = {found[0]: found[1] for found in found_there if found[0] is not None}
+    copies = {} if mirror is None else _copies(mirror)
     seen: set[Origin] = set()
     alone = sorted(copies.items(), key=lambda copy: copy[1])
     here = list(reversed(_whole(repository)))
@@ -69,9 +81,9 @@ def candidates(repository: Repository, mirror: Repository | None) -> Iterator[Ca
     alone = [copy for copy in alone if copy[0] not in known]
     first = next((origin for origin, _ in here if origin is not None), None)
     if first is not None:
-        alone = [copy for copy in alone if not copy[0].newer_than(first)]
+        alone = [copy for copy in alone if not _is_newer(copy[0], first, copies)]
     for origin, version in here:
-        while origin is not None and alone and alone[-1][0].newer_than(origin):
+        while origin is not None and alone and _is_newer(alone[-1][0], origin, copies):
             between, there = alone.pop()
             yield Candidate(None, there, between)
         again = origin in seen

@@ -254,8 +254,20 @@ class RepositorySaver(Checkpointer):
             return None
         described = restored.manifest.described
         if self.spec.accuracy_budget is not None and "widths" in described:
-            self.spec = replace(self.spec, widths=Widths.of(described.object("widths")))
+            self._take_widths(Widths.of(described.object("widths")))
         return _returned(restored)
+
+    def _take_widths(self, found: Widths) -> None:
+        """Those of the run so far, if they were measured for what is asked for now."""
+        wanted = self.spec.measures
+        if found.measured_for == wanted:
+            self.spec = replace(self.spec, widths=found)
+        elif found.measured_for and self.spec.widths is None:
+            warnings.warn(
+                f"the widths of this run were measured for {found.measured_for}, and the strategy "
+                f"says {wanted}: versions are exact until they are calibrated again",
+                stacklevel=4,
+            )
 
     @property
     def _last_is_aside(self) -> bool:

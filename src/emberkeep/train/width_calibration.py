@@ -6,6 +6,7 @@ spent. Everything is taken back afterwards, and the run trains on them as if not
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -49,16 +50,18 @@ def calibrate_when_due(
     due = step >= _due_after(given, total)
     if given.accuracy_budget is None or not due or is_calibrated(keeper):
         return
+    if step + _TRIAL_STEPS >= total:  # the run so far had no budget, or another
+        warnings.warn(
+            "widths for this accuracy_budget would be measured on samples that come next, and too "
+            "few are left of them: versions stay exact",
+            stacklevel=2,
+        )
+        return
     steps = max(1, given.calibration_samples // batch_size)
     ahead = Window(source=samples, start=place)
     with Reader(ahead, batch_size=batch_size) as reader:
         batches = list(islice(reader, _TRIAL_STEPS + steps))
     trained, judged = batches[:_TRIAL_STEPS], batches[_TRIAL_STEPS:]
-    if not judged:
-        raise ConfigError(
-            f"after step {step} of {total} there are {sum(map(len, batches))} samples left, too "
-            "few to calibrate on: set checkpoint.calibrate_at to an earlier step"
-        )
 
     def validate() -> float:
         with torch.no_grad():

@@ -14,6 +14,7 @@ import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.codecs import NonNegative, Quantized
 from emberkeep.errors import ConfigError, StateError
+from emberkeep.keeper.calibration import is_calibrated
 from emberkeep.repository import Repository
 from tests.servers import Farm, OnFarm
 
@@ -152,6 +153,37 @@ def test_versions_are_exact_before_and_as_calibrated_after_and_a_resumed_run_goe
         manifest = third.keeper.wait()
     assert manifest.layout["codecs"]["useless/weight"]["bits"] == 8  # type: ignore[union-attr]
     assert "2 restores, 1 were expected" in manifest.layout["why"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"accuracy_budget": 1e-9}, {"expected_restores": 100}, {"bins": 3}, {"range_ratio": 0.1}],
+)
+def test_widths_are_not_those_of_another_budget(other: dict[str, Any]) -> None:
+    store = MemoryStore()
+    run = Run(store).train()
+    ek.calibrate(run.keeper, run.validate)
+    run.keeper.close()
+    settings: dict[str, Any] = {"every": 1000, "accuracy_budget": BUDGET, **other}
+    again = Run(store, ek.incremental(**settings))
+    with pytest.warns(UserWarning, match="measured for .*exact until they are calibrated again"):
+        again.keeper.resume()
+    assert not is_calibrated(again.keeper)
+    again.train(1).keeper.save()
+    assert again.keeper.wait().layout["codecs"] == {}  # type: ignore[union-attr]
+    ek.calibrate(again.keeper, again.validate)
+    again.train(1).keeper.close()
+    third = Run(store, ek.incremental(**settings))
+    third.keeper.resume()
+    assert is_calibrated(third.keeper)
+
+
+def test_widths_that_were_given_are_not_taken_for_measured_ones() -> None:
+    store = MemoryStore()
+    Run(store, ek.incremental(every=1000, bits={"useful": 2})).train(3).keeper.close()
+    again = Run(store)
+    again.keeper.resume()
+    assert not is_calibrated(again.keeper)
 
 
 def test_a_budget_that_nothing_keeps_leaves_every_table_exact() -> None:

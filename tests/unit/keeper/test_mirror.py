@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from emberkeep.keeper.mirror import Mirror, MirrorStatus
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, Writer, verify
 from emberkeep.repository.maintenance.version_copy import Origin
+from emberkeep.runtime.clock import SystemClock
 from tests.nightly import by_night
 from tests.servers import Farm, OnFarm
 
@@ -73,6 +74,13 @@ class FailingStore(MemoryStore):
     def list(self, prefix: str = "") -> Iterator[Any]:
         self._asked()
         return super().list(prefix)
+
+
+class ClockAhead(SystemClock):
+    """Of a machine whose clock was set wrong."""
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(hours=1)
 
 
 class Life:

@@ -16,12 +16,13 @@ import pytest
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore, refuse_nested
 from emberkeep.errors import ConfigError, DamageError, FencedError, NoVersionError
+from emberkeep.keeper.mirror import Mirror
 from emberkeep.repository import Repository
 from emberkeep.repository.maintenance.fork import fork
 from emberkeep.repository.maintenance.version_copy import Origin, same_run
 from emberkeep.runtime.bandwidth import Bandwidth
 from emberkeep.testing.virtual_clock import VirtualClock
-from tests.unit.keeper.test_mirror import Life, steps_in
+from tests.unit.keeper.test_mirror import ClockAhead, Life, steps_in
 
 
 def test_a_run_that_went_back_to_an_earlier_version_can_be_closed() -> None:
@@ -125,6 +126,58 @@ def test_what_a_process_saved_after_another_took_over_does_not_count() -> None:
     assert back.bits() == later.bits()
     back.keeper.close()
     assert steps_in(mirror)[-1] == 20
+
+
+def test_a_clock_that_was_ahead_does_not_take_the_run_back() -> None:
+    """What came to the mirror later is newer, whatever time the machine had that saved it."""
+    first, second, mirror = MemoryStore(), MemoryStore(), MemoryStore()
+    keeping = ek.incremental(every=2, keep="all")
+    earlier = Life(first, mirror, strategy=keeping, clock=ClockAhead()).train(4)
+    earlier.keeper.close()
+    later = Life(second, mirror, strategy=keeping).train(20)
+    later.keeper.close()
+    back = Life(first, mirror, strategy=keeping)
+    assert back.resumed is not None
+    assert back.resumed.step == 20
+    assert back.bits() == later.bits()
+    back.train(22).keeper.close()
+    assert steps_in(mirror)[-1] == 22
+    again = Life(second, mirror, strategy=keeping)
+    assert again.bits() == back.bits()
+
+
+def test_a_version_that_retention_let_go_before_its_copy_began_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another was copied first, for longer than `grace`, and by now a newer one is there."""
+    keeping = ek.incremental(every=2, layout="full", keep=1)
+    life = Life(MemoryStore(), MemoryStore(), strategy=keeping)
+    life.train(2).settle()
+    late, looks = life.mirror._newest(), []
+
+    def newest(mirror: Mirror) -> Any:
+        looks.append(mirror)
+        return late if len(looks) == 1 else _newest(mirror)
+
+    life.train(4).settle()
+    _newest = Mirror._newest
+    monkeypatch.setattr(Mirror, "_newest", newest)
+    life.mirror._wake(forced=True)
+    life.wait_for(lambda: life.mirror._answered == life.mirror._asked)
+    assert len(looks) > 2
+    assert life.status.failed == 0
+    life.train(6).keeper.close()
+    assert steps_in(life.mirror._store)[-1] == 6
+
+
+def test_a_fence_in_the_mirror_is_said_once() -> None:
+    mirror = MemoryStore()
+    earlier = Life(MemoryStore(), mirror).train(2).settle()
+    Life(MemoryStore(), mirror)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(FencedError), earlier.keeper:
+            earlier.train(4).wait_for_fence().train(5)
 
 
 def test_a_process_notices_that_another_has_the_mirror_before_a_copy_is_due() -> None:

@@ -18,7 +18,7 @@ from emberkeep.errors import DamageError, NoVersionError
 from emberkeep.repository import Collector, KeepFor, Repository, Writer, names, verify
 from emberkeep.repository.maintenance.version_copy import copy_version
 from emberkeep.testing.virtual_clock import VirtualClock
-from tests.unit.keeper.test_mirror import Life, steps_in
+from tests.unit.keeper.test_mirror import ClockAhead, Life, steps_in
 
 ALL = ek.incremental(every=2, layout="full", keep=1)
 
@@ -223,6 +223,29 @@ def test_falling_back_takes_what_the_mirror_alone_has(monkeypatch: pytest.Monkey
         resumed = life.keeper.resume(fall_back=True)
     assert resumed.step == 4  # type: ignore[union-attr]
     assert life.bits() == places.middle
+
+
+@pytest.mark.filterwarnings("ignore:.*has no reader")
+def test_falling_back_takes_what_a_clock_that_was_ahead_dates_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mirror alone has it, from a machine that the run has left."""
+    places = Damaged(monkeypatch)
+    places.strategy = ek.incremental(every=2, layout="full", keep="all")
+    places.local, places.mirror = MemoryStore(), MemoryStore()
+    left = Life(MemoryStore(), places.mirror, strategy=places.strategy, clock=ClockAhead())
+    left.train(2).settle()
+    oldest = left.bits()
+    left.train(4).keeper.close()
+    Life(places.local, places.mirror, strategy=places.strategy).train(6).keeper.close()
+    assert steps_in(places.local) == [4, 6]
+    places.damage(places.local, 1, 2)
+    places.damage(places.mirror, 2, 3)
+    life = places.start()
+    with pytest.warns(UserWarning, match="are damaged and were passed over"):
+        resumed = life.keeper.resume(fall_back=True)
+    assert resumed.step == 2  # type: ignore[union-attr]
+    assert life.bits() == oldest
 
 
 @pytest.mark.filterwarnings("ignore:.*has no reader")
