@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import LocalStore, MemoryStore
 from emberkeep.errors import DamageError
 from emberkeep.repository import Repository, VersionId, names
-from emberkeep.repository.grid.bundle_reader import runs
+from emberkeep.repository.grid.bundle_reader import calls_at_once, runs
 from emberkeep.repository.grid.bundles import Bundle, Form, Piece, Rows
 from emberkeep.repository.grid.catalog import Part
 from emberkeep.repository.grid.living import LivingRows
 from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
 from emberkeep.repository.grid.segments import Segment
 from emberkeep.repository.manifest import FileRef
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.fields import Fields
 
 GRID = VersionId(1, 1)
@@ -206,3 +208,41 @@ def test_living_rows_know_who_ended_whom(seed: int, versions: int) -> None:
 @pytest.mark.parametrize("nbytes", [[10, 0, 20, 5], [10, 20, 0, 5]])
 def test_a_piece_without_a_body_takes_nothing_from_its_neighbour(nbytes: list[int]) -> None:
     assert list(runs([0, 10, 10, 30], nbytes)) == [(0, 4, 0, 35)]
+
+
+def test_short_reads_of_a_disk_are_made_together_and_those_of_a_network_at_once(
+    tmp_path: Path,
+) -> None:
+    sizes = [5, 5, 1, 12, 3, 8, 2]
+    assert calls_at_once(LocalStore(tmp_path), sizes, 10) == [
+        (0, 2),
+        (2, 3),
+        (3, 4),
+        (4, 5),
+        (5, 7),
+    ]
+    waiting = MemoryStore()
+    with Crew(2, "requests") as crew:
+        waiting.calls_at_once = crew  # type: ignore[attr-defined]
+        found = calls_at_once(waiting, sizes, 10), calls_at_once(waiting, [], 10)
+    assert found == ([(at, at + 1) for at in range(len(sizes))], [])
+
+
+def test_files_are_described_when_somebody_asks_and_not_for_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = Log(1)
+    for version in range(1, 4):
+        log.round(version, 4, 0)
+
+    def refused(*_: object) -> FileRef:
+        raise AssertionError("described")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileRef, "of", refused)
+        part = Part.of(Fields("part", log.part.to_json()), GRID)
+        table = part.everything(Repository.open(log.store))
+        assert len(table) == 12
+        with pytest.raises(AssertionError, match="described"):
+            table.bundles()
+    assert len(table.bundles()) == 3
