@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.blobs import LocalStore, MemoryStore
+from emberkeep.blobs import MemoryStore
 from emberkeep.errors import DamageError
 from emberkeep.repository import Repository, VersionId, names
 from emberkeep.repository.grid.bundle_reader import calls_at_once, runs
@@ -210,22 +209,18 @@ def test_a_piece_without_a_body_takes_nothing_from_its_neighbour(nbytes: list[in
     assert list(runs([0, 10, 10, 30], nbytes)) == [(0, 4, 0, 35)]
 
 
-def test_short_reads_of_a_disk_are_made_together_and_those_of_a_network_at_once(
-    tmp_path: Path,
-) -> None:
-    sizes = [5, 5, 1, 12, 3, 8, 2]
-    assert calls_at_once(LocalStore(tmp_path), sizes, 10) == [
-        (0, 2),
-        (2, 3),
-        (3, 4),
-        (4, 5),
-        (5, 7),
-    ]
-    waiting = MemoryStore()
-    with Crew(2, "requests") as crew:
-        waiting.calls_at_once = crew  # type: ignore[attr-defined]
-        found = calls_at_once(waiting, sizes, 10), calls_at_once(waiting, [], 10)
-    assert found == ([(at, at + 1) for at in range(len(sizes))], [])
+def test_short_reads_of_a_disk_are_made_together_if_there_are_more_than_pay_off_at_once() -> None:
+    store = MemoryStore()
+    store.reads_at_once = 4  # type: ignore[misc]
+    repository = Repository.create(store, schema={"tables": {}})
+    every, long = [100] * 4, 2**21
+    assert calls_at_once(repository, every) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert calls_at_once(repository, every * 4) == [(0, 4), (4, 8), (8, 12), (12, 16)]
+    assert calls_at_once(repository, [long, *every, long]) == [(0, 1), (1, 5), (5, 6)]
+    assert calls_at_once(repository, []) == []
+    with Crew(2, "requests") as crew:  # as a store that waits for a network
+        store.calls_at_once = crew  # type: ignore[attr-defined]
+        assert calls_at_once(repository, every * 4) == [(at, at + 1) for at in range(16)]
 
 
 def test_files_are_described_when_somebody_asks_and_not_for_a_plan(

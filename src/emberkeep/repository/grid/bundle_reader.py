@@ -24,6 +24,9 @@ _GAP_NBYTES = 128 * 1024
 _DISK_GAP_NBYTES = 32 * 1024
 # Long reads take less of the processor, above all from a disk.
 _READ_NBYTES = 32 * 2**20
+# What one thread reads of a disk without a pause, and what a read counts for beside its bytes.
+_TOGETHER_NBYTES = 2 * 2**20
+_READ_COST_NBYTES = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +74,21 @@ def runs(
     return found
 
 
-def calls_at_once(
-    store: BlobStore, sizes: Sequence[int], most_nbytes: int
-) -> list[tuple[int, int]]:
-    """What one thread reads, first and end, of reads of these sizes: each by itself where it waits
-    for a network. From a disk, to have a thread begin takes longer than a short read."""
-    alone = caller_of(store) is not None
+def calls_at_once(repository: Repository, nbytes: Sequence[int]) -> list[tuple[int, int]]:
+    """What one thread reads, first and end, of reads of so many bytes: each by itself where it
+    waits for a network. To have a thread begin takes longer than a short read from a disk: there
+    some are made one after the other if there are more than pay off at once."""
+    sizes = [each + _READ_COST_NBYTES for each in nbytes]
+    most = min(_TOGETHER_NBYTES, sum(sizes) // repository.reading.depth)
+    alone = caller_of(repository.store) is not None
     found: list[tuple[int, int]] = []
-    nbytes = 0
+    total = 0
     for at, size in enumerate(sizes):
-        if not found or alone or nbytes + size > most_nbytes:
+        if not found or alone or total + size > most:
             found.append((at, at))
-            nbytes = 0
+            total = 0
         found[-1] = (found[-1][0], at + 1)
-        nbytes += size
+        total += size
     return found
 
 

@@ -55,9 +55,6 @@ _AREA_NBYTES = _BATCH_NBYTES + 2 * BLOCK_NBYTES
 # Batches that are looked at at once.
 _TAKERS = 2
 _LEAST_ROWS = 1024
-# What one thread reads of a disk without a pause, and what a read counts for beside its bytes.
-_TOGETHER_NBYTES = 2 * 2**20
-_READ_COST_NBYTES = 2**17
 
 
 def rows_of_plan(
@@ -187,10 +184,10 @@ def _rows(
                 (name, listed.head_P[pieces], listed.head_nbytes_P[pieces])
                 for name, pieces in listed.of_files()
             ]
-            sizes = [int(nbytes.sum()) + _READ_COST_NBYTES for _, _, nbytes in asked_for]
+            sizes = [int(nbytes.sum()) for _, _, nbytes in asked_for]
             heads = [
                 readers.submit(heads_of_files, repository, asked_for[first:last])
-                for first, last in calls_at_once(repository.store, sizes, _TOGETHER_NBYTES)
+                for first, last in calls_at_once(repository, sizes)
             ]
             batches = deque(_batches(listed, gap_of(repository.store)))
             for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
@@ -289,10 +286,10 @@ def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Bat
             parts.append(Part(run.name, start, into, least))
         begins.append(begin + run.lead)
         begin += run.room
-    sizes = [len(part.into) + _READ_COST_NBYTES for part in parts]
+    sizes = [len(part.into) for part in parts]
     reads = [
         readers.submit(read_each, repository, parts[first:last])
-        for first, last in calls_at_once(repository.store, sizes, _TOGETHER_NBYTES)
+        for first, last in calls_at_once(repository, sizes)
     ]
     return _Batch(batch, begins, area[:begin], reads)
 
