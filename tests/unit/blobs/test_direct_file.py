@@ -177,19 +177,19 @@ def test_parts_of_a_file_are_read_as_each_by_itself_and_the_file_is_opened_once(
 
 
 def test_to_ask_whether_blocks_are_cached_has_none_read(tmp_path: Path) -> None:
-    class Told(Counting):
+    class Advised(Counting):
         def __init__(self) -> None:
             super().__init__()
-            self.told: set[int] = set()
+            self.advised: set[int] = set()
 
         def read_no_further(self, handle: int) -> None:
-            self.told.add(handle)
+            self.advised.add(handle)
 
         def is_cached(self, handle: int, offset: int) -> bool:
-            assert handle in self.told, "the system would read ahead of a single byte"
+            assert handle in self.advised, "the system would read ahead of a single byte"
             return False
 
-    store = LocalStore(tmp_path, disk=Told())
+    store = LocalStore(tmp_path, disk=Advised())
     store.put("object", bytes(8 * BLOCK_NBYTES))
     into = recycled(2 * BLOCK_NBYTES)
     assert store.read_into("object", 0, into) == len(into)
