@@ -333,7 +333,7 @@ def far_segment() -> None:
     """A segment whose files have an exabyte, and pieces that fill them."""
     objects, name, body, table = _segment()
     files = {
-        number: GridFile(replace(f.file, size=2**60, block_nbytes=2**61, blocks=()), f.families)
+        number: GridFile.of(replace(f.file, size=2**60, block_nbytes=2**61, blocks=()), f.families)
         for number, f in table.files.items()
     }
     columns = dict(table.columns)

@@ -13,6 +13,7 @@ from emberkeep.blobs.store import (
     ReadsInto,
     check_name,
     read_into,
+    read_parts,
 )
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.blobs.url import is_shared, open_store, refuse_nested
@@ -34,6 +35,7 @@ __all__ = [
     "is_shared",
     "open_store",
     "read_into",
+    "read_parts",
     "refuse_nested",
     "together",
 ]

@@ -7,6 +7,7 @@ from and to a buffer, and puts out of the cache what others read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
@@ -131,6 +132,9 @@ def read_aligned(disk: Disk, handle: int, start: int, into: memoryview) -> int:
     how many bytes there were before the file ended."""
     wanted = min(len(into), max(disk.size(handle) - start, 0))
     found = None
+    with contextlib.suppress(OSError):  # advice alone
+        # Else to ask whether a byte is cached has the system read it, and some of what follows.
+        disk.read_no_further(handle)
     if wanted and not disk.is_cached(handle, start) and disk.set_direct(handle, True):
         try:
             found = disk.read_blocks(handle, into, start, wanted)

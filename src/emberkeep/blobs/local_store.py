@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -42,8 +42,6 @@ _RESERVE = ".reserve"
 _RESERVE_NBYTES = 4 * 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LONG_NBYTES = 2**20
-# Whole blocks that a caller has made room for need no copy: direct reads pay off sooner.
-_BLOCKS_NBYTES = 2**16
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _REMEDIES = {
@@ -179,23 +177,37 @@ class LocalStore:
         check_range(name, start, length)
         with self._open(name) as handle:
             if length < _LONG_NBYTES:
-                if start:  # part of a longer object: what follows is most likely not wanted
-                    with contextlib.suppress(OSError):  # advice alone
-                        self._disk.read_no_further(handle)
+                self._read_no_further(handle, start)
                 return self._call(name, self._disk.read, handle, length, start)
             return self._call(name, read_long, self._disk, handle, start, length)
 
     def read_into(self, name: str, start: int, into: memoryview) -> int:
         """Fills `into` with bytes from `start` on; how many there were before the file ended."""
-        check_range(name, start, len(into))
+        return self.read_parts(name, [(start, into)])[0]
+
+    def read_parts(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """`read_into` of several parts of one file, which is opened once."""
+        for start, into in parts:
+            check_range(name, start, len(into))
         with self._open(name) as handle:
-            if len(into) >= _BLOCKS_NBYTES and is_aligned(start, into):
-                return self._call(name, read_aligned, self._disk, handle, start, into)
-            if len(into) < _LONG_NBYTES:
-                return self._call(name, self._disk.read_into, handle, into, start)
-            found = self._call(name, read_long, self._disk, handle, start, len(into))
-            copy_bytes(into[: len(found)], found)
-            return len(found)
+            return [self._read_part(name, handle, start, into) for start, into in parts]
+
+    def _read_part(self, name: str, handle: int, start: int, into: memoryview) -> int:
+        # Whole blocks that a caller has made room for need no copy, and bring no others with them.
+        if is_aligned(start, into):
+            return self._call(name, read_aligned, self._disk, handle, start, into)
+        if len(into) < _LONG_NBYTES:
+            self._read_no_further(handle, start)
+            return self._call(name, self._disk.read_into, handle, into, start)
+        found = self._call(name, read_long, self._disk, handle, start, len(into))
+        copy_bytes(into[: len(found)], found)
+        return len(found)
+
+    def _read_no_further(self, handle: int, start: int) -> None:
+        """Of part of a longer object: what follows is most likely not wanted."""
+        if start:
+            with contextlib.suppress(OSError):  # advice alone
+                self._disk.read_no_further(handle)
 
     def size(self, name: str) -> int:
         status = self._call(name, self._disk.status, self._path(name))
@@ -228,7 +240,7 @@ class LocalStore:
         """What stands directly below a directory; to look at each of thousands takes long."""
         path = self._path(directory)
         found = self._call(f"the listing of {directory}/*", self._disk.entries, path)
-        return (f"{directory}/{entry}" for entry in found or () if is_segment(entry))
+        return (f"{directory}/{entry}" for entry in filter(is_segment, found or ()))
 
     def delete(self, names: Iterable[str]) -> None:
         touched = set()

@@ -8,7 +8,7 @@ call; everything else could be done by any file server.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -167,6 +167,22 @@ class ListsNames(Protocol):
     def names(self, directory: str) -> Iterator[str]:
         """What stands directly below a directory, which may be directories too."""
         ...
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A store in which several parts of one object are read sooner than one after the other."""
+
+    def read_parts(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """`ReadsInto.read_into` of each: where it begins, and where its bytes shall be."""
+        ...
+
+
+def read_parts(store: BlobStore, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
+    """`ReadsParts.read_parts` of any store."""
+    if isinstance(store, ReadsParts):
+        return store.read_parts(name, parts)
+    return [read_into(store, name, start, into) for start, into in parts]
 
 
 def read_into(store: BlobStore, name: str, start: int, into: memoryview) -> int:

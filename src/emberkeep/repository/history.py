@@ -131,7 +131,7 @@ class Listing:
                 removed[version.epoch] = max(version.number, removed.get(version.epoch, 0))
             else:
                 manifests[version] = info
-        unclaimed = max((version.epoch for version in manifests), default=0)
+        unclaimed = max({epoch for _, epoch in manifests}, default=0)
         if unclaimed > max(epoch, origin.next_epoch - 1) and unclaimed > newest_epoch(store):
             name = writer_name(unclaimed)
             raise DamageError(
@@ -159,18 +159,20 @@ class Listing:
         start = lineage.newest.number if lineage.newest else 0
         spans.setdefault(self.epoch, (start + 1, _MOST))
         nothing = (_MOST, 0)
+        standing = self.manifests.keys() - self.void if self.void else self.manifests
+        of_epochs = {epoch: spans.get(epoch, nothing) for _, epoch in standing}
         return sorted(
             version
-            for version in self.manifests.keys() - self.void
-            if (span := spans.get(version.epoch, nothing))[0] <= version.number <= span[1]
+            for version in standing
+            if (span := of_epochs[version[1]])[0] <= version[0] <= span[1]
         )
 
 
 def _listed(store: BlobStore, *, dated: bool) -> list[tuple[str, BlobInfo | None]]:
     if isinstance(store, ListsNames) and not dated:
-        found: list[tuple[str, BlobInfo | None]] = [(name, None) for name in store.names(VERSIONS)]
-        if not any(is_note(name) for name, _ in found):
-            return found
+        found = list(store.names(VERSIONS))
+        if not any(map(is_note, found)):
+            return [(name, None) for name in found]
     return [(info.name, info) for info in store.list(VERSIONS)]
 
 
@@ -237,7 +239,11 @@ class History:
 
 def newest_epoch(store: BlobStore) -> int:
     """The newest claimed epoch, 0 before any."""
-    epochs = [parse_writer(info.name) for info in store.list(WRITERS)]
+    if isinstance(store, ListsNames):
+        claims = store.names(WRITERS)
+    else:
+        claims = (info.name for info in store.list(WRITERS))
+    epochs = map(parse_writer, claims)
     return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 

@@ -7,6 +7,7 @@ number of the version that it was written for and a nonce, and is never used twi
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from emberkeep.errors import ConfigError
@@ -84,9 +85,10 @@ class VersionId(_Numbers):
         return f"{VERSIONS}/{self.number:010d}-{self.epoch:06d}.removed"
 
 
+@lru_cache(maxsize=2**14)
 def parse_version(name: str) -> tuple[VersionId, str] | None:
     """The version that an object under `versions/` is about, and what it is: `json` for a manifest
-    or a seal, `void`, `removed`."""
+    or a seal, `void`, `removed`. The same names are found by every look, thousands of them."""
     match = _VERSION.match(name)
     return match and (VersionId(int(match[1]), int(match[2])), match[3])
 

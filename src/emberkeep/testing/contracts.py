@@ -23,6 +23,7 @@ from emberkeep.errors import (
 )
 from emberkeep.repository import (
     Collector,
+    Draft,
     KeepLast,
     KeepNamed,
     Manifest,
@@ -370,9 +371,14 @@ class RepositoryContract:
 def save(writer: Writer, step: int, *, needs: list[VersionId] | None = None) -> Manifest:
     """A version of two files whose content follows from the step."""
     with writer.begin(needs=needs or ()) as draft:
-        for shard in range(2):
-            draft.add(_content(step, shard), kind="rows", suffix="bin", metadata={"shard": shard})
+        add_files(draft, step)
         return draft.commit(step=step, user={"step": step})
+
+
+def add_files(draft: Draft, step: int) -> None:
+    """The files that `save` commits."""
+    for shard in range(2):
+        draft.add(_content(step, shard), kind="rows", suffix="bin", metadata={"shard": shard})
 
 
 def check_content(repository: Repository, manifest: Manifest) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.blobs import direct_file, local_store
+from emberkeep.blobs import direct_file, local_store, read_parts
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
-from emberkeep.errors import FullError, StorageError
+from emberkeep.errors import FullError, MissingObjectError, StorageError
 from emberkeep.runtime.memory import recycled
 from emberkeep.testing.disk import FaultyDisk
 
@@ -144,6 +144,56 @@ def test_whole_blocks_are_read_straight_into_memory_of_whole_blocks(
         assert into[: len(expected)] == expected
     if isinstance(disk, Counting):
         assert (disk.direct_nbytes > 0) == (type(disk) is Counting)
+
+
+def test_parts_of_a_file_are_read_as_each_by_itself_and_the_file_is_opened_once(
+    tmp_path: Path,
+) -> None:
+    class Opening(Disk):
+        opened = 0
+
+        def open_to_read(self, path: str) -> int:
+            self.opened += 1
+            return super().open_to_read(path)
+
+    data = np.random.default_rng(0).bytes(9 * BLOCK_NBYTES + 7)
+    disk = Opening()
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", data)
+    area = recycled(16 * BLOCK_NBYTES)
+    places = [
+        (0, area[:BLOCK_NBYTES]), (5, memoryview(bytearray(100))),
+        (2 * BLOCK_NBYTES, area[BLOCK_NBYTES : 3 * BLOCK_NBYTES]),
+        (9 * BLOCK_NBYTES, area[3 * BLOCK_NBYTES : 4 * BLOCK_NBYTES]),
+        (len(data) + 1, memoryview(bytearray(3))),
+    ]  # fmt: skip
+    found = read_parts(store, "object", places)
+    assert disk.opened == 1
+    for (start, into), count in zip(places, found, strict=True):
+        assert into[:count] == data[start : start + len(into)]
+    assert found == [BLOCK_NBYTES, 100, 2 * BLOCK_NBYTES, 7, 0]
+    with pytest.raises(MissingObjectError):
+        read_parts(store, "nothing", places)
+
+
+def test_to_ask_whether_blocks_are_cached_has_none_read(tmp_path: Path) -> None:
+    class Advised(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.advised: set[int] = set()
+
+        def read_no_further(self, handle: int) -> None:
+            self.advised.add(handle)
+
+        def is_cached(self, handle: int, offset: int) -> bool:
+            assert handle in self.advised, "the system would read ahead of a single byte"
+            return False
+
+    store = LocalStore(tmp_path, disk=Advised())
+    store.put("object", bytes(8 * BLOCK_NBYTES))
+    into = recycled(2 * BLOCK_NBYTES)
+    assert store.read_into("object", 0, into) == len(into)
+    assert store.read_into("object", 4 * BLOCK_NBYTES, into) == len(into)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from emberkeep.blobs import MemoryStore
 from emberkeep.errors import DamageError
 from emberkeep.repository import Repository, VersionId, names
-from emberkeep.repository.grid.bundle_reader import runs
+from emberkeep.repository.grid.bundle_reader import calls_at_once, runs
 from emberkeep.repository.grid.bundles import Bundle, Form, Piece, Rows
 from emberkeep.repository.grid.catalog import Part
 from emberkeep.repository.grid.living import LivingRows
 from emberkeep.repository.grid.piece_table import ALIVE, Gone, PieceTable
 from emberkeep.repository.grid.segments import Segment
 from emberkeep.repository.manifest import FileRef
+from emberkeep.runtime.crew import Crew
 from emberkeep.runtime.fields import Fields
 
 GRID = VersionId(1, 1)
@@ -206,3 +207,37 @@ def test_living_rows_know_who_ended_whom(seed: int, versions: int) -> None:
 @pytest.mark.parametrize("nbytes", [[10, 0, 20, 5], [10, 20, 0, 5]])
 def test_a_piece_without_a_body_takes_nothing_from_its_neighbour(nbytes: list[int]) -> None:
     assert list(runs([0, 10, 10, 30], nbytes)) == [(0, 4, 0, 35)]
+
+
+def test_short_reads_of_a_disk_are_made_together_if_there_are_more_than_pay_off_at_once() -> None:
+    store = MemoryStore()
+    store.reads_at_once = 4  # type: ignore[misc]
+    repository = Repository.create(store, schema={"tables": {}})
+    every, long = [100] * 4, 2**21
+    assert calls_at_once(repository, every) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert calls_at_once(repository, every * 4) == [(0, 4), (4, 8), (8, 12), (12, 16)]
+    assert calls_at_once(repository, [long, *every, long]) == [(0, 1), (1, 5), (5, 6)]
+    assert calls_at_once(repository, []) == []
+    with Crew(2, "requests") as crew:  # as a store that waits for a network
+        store.calls_at_once = crew  # type: ignore[attr-defined]
+        assert calls_at_once(repository, every * 4) == [(at, at + 1) for at in range(16)]
+
+
+def test_files_are_described_when_somebody_asks_and_not_for_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = Log(1)
+    for version in range(1, 4):
+        log.round(version, 4, 0)
+
+    def refused(*_: object) -> FileRef:
+        raise AssertionError("described")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileRef, "of", refused)
+        part = Part.of(Fields("part", log.part.to_json()), GRID)
+        table = part.everything(Repository.open(log.store))
+        assert len(table) == 12
+        with pytest.raises(AssertionError, match="described"):
+            table.bundles()
+    assert len(table.bundles()) == 3

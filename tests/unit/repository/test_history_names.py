@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
 from emberkeep.blobs import BlobInfo, LocalStore
+from emberkeep.blobs.system_disk import Disk
 from emberkeep.repository import KeepLast, Repository, Writer
 from emberkeep.repository.maintenance.collector import Collector
 
@@ -29,6 +31,22 @@ def test_names_say_what_a_full_listing_says(tmp_path: Path) -> None:
     assert {*names.listing.manifests} == {*dated.listing.manifests}
     assert {*names.listing.manifests.values()} == {None}
     assert all(isinstance(info, BlobInfo) for info in dated.listing.manifests.values())
+
+
+def test_no_version_and_no_claim_is_looked_at_for_its_size(tmp_path: Path) -> None:
+    class Looked(Disk):
+        def __init__(self) -> None:
+            self.paths: list[str] = []
+
+        def status(self, path: str) -> os.stat_result | None:
+            self.paths.append(path)
+            return super().status(path)
+
+    with_versions(tmp_path / "r", 5)
+    disk = Looked()
+    repository = Repository.open(LocalStore(tmp_path / "r", disk=disk))
+    assert len(repository.versions()) == 5
+    assert disk.paths == []
 
 
 def test_where_gc_has_freed_names_all_are_looked_at(tmp_path: Path) -> None:

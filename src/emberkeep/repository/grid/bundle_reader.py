@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from emberkeep._types import I64
-from emberkeep.blobs import BlobStore, Buffer, caller_of, read_into
+from emberkeep.blobs import BlobStore, Buffer, caller_of, read_parts
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
@@ -24,6 +24,9 @@ _GAP_NBYTES = 128 * 1024
 _DISK_GAP_NBYTES = 32 * 1024
 # Long reads take less of the processor, above all from a disk.
 _READ_NBYTES = 32 * 2**20
+# What one thread reads of a disk without a pause, and what a read counts for beside its bytes.
+_TOGETHER_NBYTES = 2 * 2**20
+_READ_COST_NBYTES = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,24 @@ def runs(
     return found
 
 
+def calls_at_once(repository: Repository, nbytes: Sequence[int]) -> list[tuple[int, int]]:
+    """What one thread reads, first and end, of reads of so many bytes: each by itself where it
+    waits for a network. To have a thread begin takes longer than a short read from a disk: there
+    some are made one after the other if there are more than pay off at once."""
+    sizes = [each + _READ_COST_NBYTES for each in nbytes]
+    most = min(_TOGETHER_NBYTES, sum(sizes) // repository.reading.depth)
+    alone = caller_of(repository.store) is not None
+    found: list[tuple[int, int]] = []
+    total = 0
+    for at, size in enumerate(sizes):
+        if not found or alone or total + size > most:
+            found.append((at, at))
+            total = 0
+        found[-1] = (found[-1][0], at + 1)
+        total += size
+    return found
+
+
 def ranges(bundle: Bundle) -> list[Range]:
     """The bodies of the pieces of a file."""
     pieces = sorted(bundle.pieces, key=lambda piece: piece.offset)
@@ -96,10 +117,22 @@ def read_range(repository: Repository, wanted: Range) -> Buffer:
         return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
 
 
-def read_part(repository: Repository, name: str, start: int, into: memoryview, least: int) -> None:
-    """Fills memory with part of a file, of which so many bytes must be there."""
-    with missing_is_damage(name):
-        if read_into(repository.store, name, start, into) < least:
+class Part(NamedTuple):
+    """Part of a file, the memory that it shall fill, and how many bytes must be there."""
+
+    name: str
+    start: int
+    into: memoryview
+    least: int
+
+
+def read_each(repository: Repository, parts: Sequence[Part]) -> None:
+    """Fills memory with parts of files, those of one file together."""
+    for name, of_file in groupby(parts, key=lambda part: part.name):
+        some = list(of_file)
+        with missing_is_damage(name):
+            found = read_parts(repository.store, name, [(part.start, part.into) for part in some])
+        if any(there < part.least for there, part in zip(found, some, strict=True)):
             raise damaged(name)
 
 
@@ -115,12 +148,21 @@ def missing_is_damage(name: str) -> Iterator[None]:
         ) from None
 
 
+HeadsOf = tuple[str, I64, I64]
+"""A file, where heads begin there, and how long they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The bytes of heads of one file, and where each of them begins, in the order asked for."""
 
     data: bytes
     starts: I64
+
+
+def heads_of_files(repository: Repository, files: Sequence[HeadsOf]) -> list[Heads]:
+    """`read_heads` of several files."""
+    return [read_heads(repository, *each) for each in files]
 
 
 def read_heads(

@@ -129,11 +129,11 @@ class Bundle:
     @classmethod
     def described(cls, file: FileRef, about: Fields) -> Bundle:
         """A file whose pieces are described elsewhere: all of them lie in it, none over another."""
-        families = families_of(file, about.list_of("families", list))
+        families = families_of(file.name, about.list_of("families", list))
         listed = about.list_of("pieces", list)
         why = _problem_of(file.size, families, listed)
         if why is not None:
-            raise _not_described(file, why)
+            raise _not_described(file.name, why)
         return cls(file, families, listed)
 
     @cached_property
@@ -143,7 +143,7 @@ class Bundle:
                 each if isinstance(each, Piece) else Piece.from_json(each) for each in self.listed
             )
         except (TypeError, ValueError) as error:
-            raise _not_described(self.file, str(error)) from error
+            raise _not_described(self.name, str(error)) from error
 
     @property
     def name(self) -> str:
@@ -183,16 +183,16 @@ class Bundle:
         return replace(self.file, metadata={**self.file.metadata, "grid": self.about})
 
 
-def _not_described(file: FileRef, why: str) -> DamageError:
-    return DamageError(f"{file.name} is not described well: {why}", name=file.name)
+def _not_described(file: str, why: str) -> DamageError:
+    return DamageError(f"{file} is not described well: {why}", name=file)
 
 
-def families_of(file: FileRef, families: Sequence[Any]) -> tuple[Family, ...]:
+def families_of(file: str, families: Sequence[Any]) -> tuple[Family, ...]:
     """The families of a file's pieces, as a document or a catalog has them."""
     return tuple(_family(file, family) for family in families)
 
 
-def _family(file: FileRef, forms: Sequence[Any]) -> Family:
+def _family(file: str, forms: Sequence[Any]) -> Family:
     found = []
     for form in forms:
         if not isinstance(form, list) or list(map(type, form)) != [str, int, str, str, bool]:
@@ -202,7 +202,7 @@ def _family(file: FileRef, forms: Sequence[Any]) -> Family:
             raise _not_described(file, f"plane {plane!r} has no form that is written")
         found.append(Form(plane, width, dtype, codec, coded))
         try:
-            parse(file.name, codec.encode())
+            parse(file, codec.encode())
             found[-1].columns()
         except (ConfigError, DamageError) as error:
             raise _not_described(file, f"plane {plane!r}: {error}") from error

@@ -183,7 +183,7 @@ class Catalog:
         """The files of rows that have pieces, and those of the catalog itself. Found once, with no
         lock held meanwhile: segments may have to be read."""
         if not self._files:
-            rows = (f.file.name for p in self.parts for f in p.files(self.repository).values())
+            rows = (f.name for p in self.parts for f in p.files(self.repository).values())
             segments = (ref.name for part in self.parts for ref in part.segments)
             self._files.append(frozenset((*rows, *segments)))
         return self._files[0]

@@ -6,8 +6,9 @@ is known by the number of its file and the place of its head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,28 @@ COLUMNS = (*NUMBERS, *DIGESTS)
 Columns = Mapping[str, npt.NDArray[Any]]
 
 
-@dataclass(frozen=True, slots=True)
 class GridFile:
-    """A file of pieces as a catalog names it: `file` says nothing of its pieces."""
+    """A file of pieces as a catalog names it.
 
-    file: FileRef
-    families: tuple[Family, ...]
+    `file` is all that is known of it, but for its pieces; it is made when it is asked for, which a
+    restore does not: pieces have digests of their own.
+    """
+
+    def __init__(
+        self, name: str, size: int, families: tuple[Family, ...], described: Callable[[], FileRef]
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.families = families
+        self._described = described
+
+    @classmethod
+    def of(cls, file: FileRef, families: tuple[Family, ...]) -> GridFile:
+        return cls(file.name, file.size, families, lambda: file)
+
+    @cached_property
+    def file(self) -> FileRef:
+        return self._described()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class PieceTable:
         rows: list[tuple[int, ...]] = []
         for number, bundle in bundles:
             plain = {k: v for k, v in bundle.file.metadata.items() if k != "grid"}
-            files[number] = GridFile(_with_metadata(bundle.file, plain), bundle.families)
+            files[number] = GridFile.of(_with_metadata(bundle.file, plain), bundle.families)
             rows += [
                 (
                     number, p.birth, ALIVE if p.death is None else p.death, p.family, p.rows,
@@ -136,7 +153,7 @@ class PieceTable:
 
     def stored_nbytes(self) -> int:
         """Bytes of the files, with what in them no piece uses."""
-        return sum(file.file.size for file in self.files.values())
+        return sum(file.size for file in self.files.values())
 
     def pieces(self) -> list[Piece]:
         columns = self.columns
@@ -181,7 +198,7 @@ class PieceTable:
             return "a piece is of no family"
         firsts = np.cumsum(counts) - counts
         widths = np.array([sum(widths_of(f)) for each in families for f in each], np.int64)
-        sizes = np.array([self.files[number].file.size for number in numbers.tolist()], np.int64)
+        sizes = np.array([self.files[number].size for number in numbers.tolist()], np.int64)
         return misplaced(
             columns, sizes[inverse], widths[firsts[inverse] + columns["family"]], inverse
         )

@@ -393,8 +393,8 @@ def _files_columns(files: Mapping[int, GridFile]) -> dict[str, list[Any]]:
 
     return {
         "number": list(files),
-        "name": [each.file.name for each in files.values()],
-        "size": [each.file.size for each in files.values()],
+        "name": [each.name for each in files.values()],
+        "size": [each.size for each in files.values()],
         "digest": [each.file.digest for each in files.values()],
         "block_nbytes": [each.file.block_nbytes for each in files.values()],
         "blocks": [" ".join(each.file.blocks) for each in files.values()],
@@ -432,24 +432,28 @@ class _Files(Mapping[int, GridFile]):
 
     def _described(self, number: int) -> GridFile:
         name = self._segment
-        _, file, size, digest, block_nbytes, blocks, metadata, forms, _ = self._rows[number]
+        _, file, size, _, _, _, _, forms, _ = self._rows[number]
         segment, bundle = names.parse_segment(name), names.parse_bundle(file)
         grid = None if segment is None else segment[0]
         own = names.parse_data(file) is not None if bundle is None else bundle[0] == grid
-        if number < 0 or not own:
+        if number < 0 or size < 0 or not own:
             raise damaged(name, "it names a file that is not of the grid")
+        if forms not in self._families:
+            described = parse(name, forms.encode())
+            if not isinstance(described, list) or not all(isinstance(f, list) for f in described):
+                raise damaged(name, "a file has no families")
+            self._families[forms] = families_of(file, described)
+        return GridFile(file, size, self._families[forms], partial(self._file, number))
+
+    def _file(self, number: int) -> FileRef:
+        name = self._segment
+        _, file, size, digest, block_nbytes, blocks, metadata, _, _ = self._rows[number]
         about: Json = {
             "name": file, "size": size, "digest": digest, "kind": KIND,
             "metadata": parse(name, metadata.encode()), "block_nbytes": block_nbytes,
             "blocks": blocks.split(),
         }  # fmt: skip
-        ref = FileRef.of(Fields(name, about))
-        if forms not in self._families:
-            described = parse(name, forms.encode())
-            if not isinstance(described, list) or not all(isinstance(f, list) for f in described):
-                raise damaged(name, "a file has no families")
-            self._families[forms] = families_of(ref, described)
-        return GridFile(ref, self._families[forms])
+        return FileRef.of(Fields(name, about))
 
 
 def _read(store: BlobStore, name: str, start: int, length: int) -> bytes:

@@ -61,7 +61,7 @@ class Listed:
             inverse = inverse.reshape(-1)
             file_of.append(inverse + len(files))
             family_of.append(firsts[inverse] + table["family"])
-            files += [file.file.name for file in described]
+            files += [file.name for file in described]
         every = joined_columns(tables)
         file_P = np.concatenate(file_of)
         family_P = np.array(of_files, np.int64)[np.concatenate(family_of)]

@@ -206,7 +206,7 @@ class ShardExtraction:
         return self._prepared(part, len(chosen))
 
     def _prepared(self, part: Part, pieces: int = 0) -> ShardRound:
-        stored = sum(file.file.size for file in part.files(self.repository).values())
+        stored = sum(file.size for file in part.files(self.repository).values())
         return ShardRound(
             part=part, pieces=pieces, read_nbytes=self._read_nbytes,
             read_seconds=self._read_seconds, written_nbytes=self._written_nbytes,
@@ -276,7 +276,7 @@ class ShardExtraction:
         few = [
             number
             for number, used in table.used_nbytes().items()
-            if used - moving[(file := table.files[number].file).name] < _LEAST_USED * file.size
+            if used - moving[(file := table.files[number]).name] < _LEAST_USED * file.size
         ]
         return table.taken(np.isin(table["file"], few)).bundles() if few else []
 
@@ -424,7 +424,7 @@ class ShardExtraction:
         number_of: dict[str, int] = {}
         if earlier:
             files = order.part.files(self.repository)
-            number_of = {file.file.name: number for number, file in files.items()}
+            number_of = {file.name: number for number, file in files.items()}
         in_place = []
         for key, death in ended.items():
             if key[0] in number_of:

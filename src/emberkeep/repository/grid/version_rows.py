@@ -21,11 +21,13 @@ from emberkeep._types import I64, U8
 from emberkeep.blobs.system_disk import BLOCK_NBYTES
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
+    Part,
+    calls_at_once,
     ensure_there,
     gap_of,
+    heads_of_files,
     ranges,
-    read_heads,
-    read_part,
+    read_each,
     read_range,
     rows_of_pieces,
     runs,
@@ -149,7 +151,7 @@ class _Batch:
     runs: Sequence[_Run]
     begins: Sequence[int]
     area: memoryview
-    parts: Sequence[Future[None]]
+    reads: Sequence[Future[None]]
 
 
 def _rows(
@@ -178,13 +180,15 @@ def _rows(
     ):
         taking: deque[tuple[int, Future[list[ScatteredTables]]]] = deque()
         try:
-            heads = [
-                readers.submit(
-                    read_heads, repository, name, listed.head_P[pieces],
-                    listed.head_nbytes_P[pieces],
-                )
+            asked_for = [
+                (name, listed.head_P[pieces], listed.head_nbytes_P[pieces])
                 for name, pieces in listed.of_files()
-            ]  # fmt: skip
+            ]
+            sizes = [int(nbytes.sum()) for _, _, nbytes in asked_for]
+            heads = [
+                readers.submit(heads_of_files, repository, asked_for[first:last])
+                for first, last in calls_at_once(repository, sizes)
+            ]
             batches = deque(_batches(listed, gap_of(repository.store)))
             for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
                 there.result()
@@ -205,7 +209,9 @@ def _rows(
             # The first bodies are on their way while heads are looked at.
             held += read_on()
             try:
-                chosen = Chosen(listed, [each.result() for each in heads], limits, wanted)
+                chosen = Chosen(
+                    listed, [part for each in heads for part in each.result()], limits, wanted
+                )
                 choice.set_result(chosen)
             except BaseException as error:
                 choice.set_exception(error)
@@ -268,7 +274,7 @@ def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Bat
     area = recycled(max(_nbytes(batch), _AREA_NBYTES))
     step = repository.reading.part_nbytes
     begins: list[int] = []
-    parts: list[Future[None]] = []
+    parts: list[Part] = []
     begin = 0
     for run in batch:
         # Without a lead nothing but the run itself is read: blocks would begin elsewhere.
@@ -277,17 +283,22 @@ def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Bat
             into = area[begin + at : begin + min(at + step, end)]
             least = min(len(into), run.lead + run.length - at)
             start = run.start - run.lead + at
-            parts.append(readers.submit(read_part, repository, run.name, start, into, least))
+            parts.append(Part(run.name, start, into, least))
         begins.append(begin + run.lead)
         begin += run.room
-    return _Batch(batch, begins, area[:begin], parts)
+    sizes = [len(part.into) for part in parts]
+    reads = [
+        readers.submit(read_each, repository, parts[first:last])
+        for first, last in calls_at_once(repository, sizes)
+    ]
+    return _Batch(batch, begins, area[:begin], reads)
 
 
 def _arrived(listed: Listed, batch: _Batch) -> tuple[I64, I64, U8]:
     """The pieces of a batch, where the body of each begins, and the bytes: they match their
     digests."""
-    for part in batch.parts:
-        part.result()
+    for read in batch.reads:
+        read.result()
     bodies = []
     for run, begin in zip(batch.runs, batch.begins, strict=True):
         some = slice(run.first, run.last)

@@ -4,7 +4,9 @@ It runs beside a save, beside readers, and may be killed at any point. What keep
 
 - Only the current epoch deletes. It asks whether it still is, right before each deletion, and
   never touches a file of a later epoch.
-- Files above its own newest version belong to the save in progress and are left alone.
+- Files above what was its own newest version before it looked belong to the save in progress, or
+  to a version that a listing made meanwhile may lack although it has a later one. They are left
+  alone.
 - What is to go is first written down in a mark, and what becomes of that in a decision (`marks`).
   Readers look for marks after they pinned, gc looks for pins after it marked: one of the two sees
   the other. What was decided is no longer part of the history and never comes back, so a gc that
@@ -86,6 +88,7 @@ class Collector:
         self._grace = grace
         self._read: dict[VersionId, Manifest] = {}
         self._covered: dict[VersionId, int] = {}
+        self._settled = 0
 
     def collect(self) -> Collected:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
@@ -103,7 +106,10 @@ class Collector:
         self._writer.start_collecting()
         oldest = self._repository.clock.now() - self._grace
         self._covered = {}
+        # Before versions are listed. Of those that are committed meanwhile a listing may miss one
+        # and have a later one: nothing that it lacks may be taken for removed.
         newest = self._writer.newest
+        self._settled = newest.number if newest else 0
         history = self._repository.history(dated=True)
         standing = frozenset((*history.versions, *history.condemned))
         if newest is not None and newest not in {*standing, *history.listing.void}:
@@ -138,7 +144,7 @@ class Collector:
             self._delete(version.manifest_name for version in sorted(removed, reverse=True))
             kept = tuple(version for version in sorted(standing) if version not in removed)
             garbage = [
-                *self._garbage(history, kept, oldest),
+                *self._garbage(kept, oldest),
                 *self._garbage_of_grids(kept, oldest),
             ]
             self._delete(info.name for info in garbage)
@@ -232,12 +238,8 @@ class Collector:
             self._read[version] = self._repository.manifest(version)
         return self._read[version]
 
-    def _garbage(
-        self, history: History, kept: tuple[VersionId, ...], oldest: datetime
-    ) -> list[BlobInfo]:
+    def _garbage(self, kept: tuple[VersionId, ...], oldest: datetime) -> list[BlobInfo]:
         """Data files that no kept version needs, old enough, and of no save in progress."""
-        epoch = self._writer.epoch
-        settled = history.newest.number if history.newest else 0
         listed = list(self._store.list(names.DATA))
         catalogs = self._catalogs(kept, {})
         held = self._held_grids(catalogs)
@@ -257,9 +259,13 @@ class Collector:
             version, _ = parsed
             if any(version >= grid for grid in held):
                 continue
-            if version.epoch < epoch or (version.epoch == epoch and version.number <= settled):
+            if not self._is_new(version):
                 garbage.append(info)
         return garbage
+
+    def _is_new(self, version: VersionId) -> bool:
+        """Whether it may have been committed since versions were listed, or may come to be."""
+        return (version.epoch, version.number) > (self._writer.epoch, self._settled)
 
     def _garbage_of_grids(self, kept: tuple[VersionId, ...], oldest: datetime) -> list[BlobInfo]:
         """Files of grids that no catalog needs, and catalogs that are not the newest.
@@ -276,7 +282,9 @@ class Collector:
         files: dict[VersionId, list[tuple[int, BlobInfo]]] = {}
         for info in listed:
             bundle = names.parse_bundle(info.name) or names.parse_segment(info.name)
-            if bundle is not None and bundle[1] <= self._writer.epoch and bundle[0] not in lost:
+            if bundle is None or self._is_new(bundle[0]) or bundle[0] in lost:
+                continue
+            if bundle[1] <= self._writer.epoch:
                 files.setdefault(bundle[0], []).append((bundle[1], info))
         catalogs = self._catalogs(kept, files)
         held = self._held_grids(catalogs)
@@ -290,7 +298,7 @@ class Collector:
             ]
         for info in listed:
             generation = names.parse_generation(info.name)
-            if generation is not None:
+            if generation is not None and not self._is_new(generation[0]):
                 catalog = catalogs.get(generation[0])
                 if catalog is None or generation[1] < catalog.generation:
                     garbage.append(info)
@@ -332,8 +340,9 @@ class Collector:
 
         def change(catalog: Catalog, nonce: str) -> Change | None:
             parts: list[Part] = []
-            if can_be_unneeded(catalog.grid, numbers[catalog.grid]):
-                parts = self._without_unneeded(catalog, numbers[catalog.grid], nonce)
+            reading = [*numbers[catalog.grid], *range(self._settled + 1, catalog.covered + 1)]
+            if can_be_unneeded(catalog.grid, reading):
+                parts = self._without_unneeded(catalog, reading, nonce)
             named = catalog.files()
             foreign = catalog.epoch < self._writer.epoch and any(
                 epoch < self._writer.epoch and info.name not in named
