@@ -63,7 +63,7 @@ class TakesOver:
         found = history is not None and history.newest is not None
         self._before = history if beside and found and self._opening.made else None
         if self._before is None:
-            self._opening.result()
+            self.finish_takeover()
 
     def _started_from(self, newest: VersionId | None) -> None:
         """What has to be known of the newest version before anything else happens."""
@@ -84,6 +84,10 @@ class TakesOver:
     def _restores(self) -> dict[bool, int]:
         """How often versions were restored that were exact, and that were not."""
         return self._opening.result().restores
+
+    def finish_takeover(self) -> None:
+        """Returns when this process is the only writer; raises what that has met."""
+        self._opening.result()
 
     def _end_extraction(self) -> None:
         self._opening.wait()
