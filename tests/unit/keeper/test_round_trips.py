@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.blobs import BlobStore, Buffer, MemoryStore
 from emberkeep.blobs.wrapper import WrapperStore
-from emberkeep.checkpoint import SaveSettings, VersionSpec
+from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import FencedError
 from emberkeep.keeper.repository_saver import RepositorySaver
@@ -82,17 +82,20 @@ class Meanwhile(WrapperStore):
         return super().put_if_absent(name, data)
 
 
+def saved(keeper: Checkpointer, step: int) -> None:
+    keeper.save(step)
+    keeper.wait()
+
+
 def test_a_resume_reads_what_was_committed_until_the_seal() -> None:
     inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
     keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
     train(cluster, random, steps=2)
-    keeper.save(1)
-    keeper.wait()
+    saved(keeper, 1)
 
     def save_another() -> None:
         train(cluster, random, steps=2)
-        keeper.save(2)
-        keeper.wait()
+        saved(keeper, 2)
 
     fresh = opened()
     resumed = saver(Meanwhile(inner, "versions/", save_another), fresh)
@@ -102,17 +105,15 @@ def test_a_resume_reads_what_was_committed_until_the_seal() -> None:
     assert state(fresh) == state(cluster)
     assert resumed.restores == 1  # what was read in vain is not counted
     resumed.close()
-    keeper.save(3)
     with pytest.raises(FencedError):
-        keeper.wait()
+        saved(keeper, 3)
 
 
 def test_no_row_changes_where_another_process_takes_over_first() -> None:
     inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
     keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
     train(cluster, random, steps=2)
-    keeper.save(1)
-    keeper.wait()
+    saved(keeper, 1)
     keeper.close()
     fresh = opened()
     train(fresh, np.random.default_rng(1), steps=1)
@@ -131,10 +132,8 @@ def test_a_keeper_that_is_closed_at_once_has_taken_over() -> None:
     inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
     keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
     train(cluster, random, steps=2)
-    keeper.save(1)
-    keeper.wait()
+    saved(keeper, 1)
     saver(Meanwhile(inner, "none", lambda: None), opened()).close()
     assert inner.size(writer_name(2))
-    keeper.save(3)
     with pytest.raises(FencedError):
-        keeper.wait()
+        saved(keeper, 3)
