@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from emberkeep.blobs import Call, caller_of, together
@@ -105,16 +105,26 @@ class HeldVersion:
                 self._repository.store.delete([self._record.result()])
 
 
-def held_ahead(writer: Writer, number: int | None) -> HeldVersion | None:
-    """Holds the version that is most likely meant before the history is looked at, where that takes
-    round trips: of the versions that the writer started with, or its newest."""
-    repository = writer.repository
-    if caller_of(repository.store) is None:
-        return None
-    likely = writer.newest
-    if number is not None:
-        likely = next((v for v in writer.started_with if v.number == number), None)
-    return None if likely is None else HeldVersion(repository, likely)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a history before it is looked at: `versions` that counted some time, the
+    newest of all, and whether they are the history still."""
+
+    versions: tuple[VersionId, ...]
+    newest: VersionId | None
+    current: bool = True
+
+    @classmethod
+    def of(cls, writer: Writer) -> Known:
+        """The versions that a writer started with, and its newest."""
+        current = writer.known_history() is not None
+        return cls(versions=writer.started_with, newest=writer.newest, current=current)
+
+    def likely(self, number: int | None) -> VersionId | None:
+        """The version that is most likely meant."""
+        if number is None:
+            return self.newest
+        return next((v for v in self.versions if v.number == number), None)
 
 
 def has_newer(repository: Repository, version: VersionId, priority: Priority | None) -> bool:
@@ -129,18 +139,19 @@ def has_newer(repository: Repository, version: VersionId, priority: Priority | N
 
 
 def newest_intact(
-    writer: Writer, number: int | None, *, fall_back: bool,
+    repository: Repository, known: Known, number: int | None, *, fall_back: bool,
     bring_back: Callable[[HeldVersion, Sequence[VersionId]], Restored | None],
 ) -> Restored | None:  # fmt: skip
     """What `bring_back` makes of the newest version, or of that of a number; it is given the
     versions before it, too, and returns None for one that holds no instant. With `fall_back`, of
     the newest undamaged one before it: `lost` then names those that were passed over."""
-    repository = writer.repository
-    known = writer.known_history()
-    look = look_at(repository.store) if known is None else None
-    held = held_ahead(writer, number)
+    look = None if known.current else look_at(repository.store)
+    likely = None if caller_of(repository.store) is None else known.likely(number)
+    # Held before the history is looked at, where that takes round trips.
+    held = None if likely is None else HeldVersion(repository, likely)
     try:
-        versions = list(known if known is not None else repository.history(look=look).versions)
+        history = known if known.current else repository.history(look=look)
+        versions = list(history.versions)
         chosen = None if number is None else repository.version(number, versions)
         if chosen is not None:
             versions = [v for v in versions if v <= chosen]

@@ -18,7 +18,7 @@ from functools import partial
 from emberkeep._types import Json
 from emberkeep.blobs import Call
 from emberkeep.checkpoint.codec_choice import Choice, choose
-from emberkeep.checkpoint.held_version import HeldVersion, has_newer, newest_intact
+from emberkeep.checkpoint.held_version import HeldVersion, Known, has_newer, newest_intact
 from emberkeep.checkpoint.increment_chain import Chain
 from emberkeep.checkpoint.restore import (
     Fits,
@@ -32,6 +32,7 @@ from emberkeep.checkpoint.restore import (
 )
 from emberkeep.checkpoint.save import BackgroundSaver, Extras, Save, Saving
 from emberkeep.checkpoint.spec import LOSSLESS, SaveSettings, VersionSpec
+from emberkeep.checkpoint.takes_over import TakesOver
 from emberkeep.checkpoint.target_view import TargetView, extractor_of, view_of
 from emberkeep.checkpoint.targets import (
     DENSE,
@@ -48,8 +49,8 @@ from emberkeep.errors import (
     SaveError,
     ShardLostError,
 )
-from emberkeep.repository import Collector, Draft, Manifest, Pin, Repository, VersionId, Writer
-from emberkeep.repository.grid.catalog import grid_of, newest_catalog
+from emberkeep.repository import Draft, Manifest, Pin, Repository, VersionId
+from emberkeep.repository.grid.catalog import Catalog, grid_of, newest_catalog
 from emberkeep.repository.grid.catalog_ahead import CatalogAhead
 from emberkeep.repository.grid.extraction_worker import ExtractionWorker
 from emberkeep.repository.history import History
@@ -66,7 +67,7 @@ _NICEST = 19
 _PATIENCE = timedelta(hours=6)
 
 
-class Checkpointer(BackgroundSaver[Manifest]):
+class Checkpointer(TakesOver, BackgroundSaver[Manifest]):
     """Saves the versions of one run. Opening it makes this process the only writer.
 
     Two saves never overlap. A version is complete or does not exist; after any failure the rows
@@ -83,7 +84,9 @@ class Checkpointer(BackgroundSaver[Manifest]):
         on_event: Callable[[str, Json], object] | None = None,
         history: History | None = None,
         ahead: CatalogAhead | None = None,
+        beside: bool = False,
     ) -> None:
+        """With `beside` it may return while it takes over (`TakesOver`)."""
         self.repository = repository
         self._ahead = ahead
         self.subject = subject
@@ -98,12 +101,6 @@ class Checkpointer(BackgroundSaver[Manifest]):
             "emberkeep-save", "save", "to its repository", _PATIENCE, clock=repository.clock,
             nice=self.settings.nice, on_event=on_event,
         )  # fmt: skip
-        counted = Call(repository.store, repository.restore_counts)
-        self.writer = Writer.open(repository, history)
-        self._collector = Collector(
-            self.writer, policy=self.settings.retention, grace=self.settings.grace
-        )
-        self._restores = counted.result()
         # What the layouts of all versions say of the run, beside what is in them.
         self.run_marks: Json = {}
         self._codecs: Json = {}
@@ -116,16 +113,17 @@ class Checkpointer(BackgroundSaver[Manifest]):
         self._pool = CountedPool(self.settings.threads, self._cores, nice=self.settings.nice)
         self._bandwidth = Bandwidth(self.settings.most_mb_per_second, clock=self._clock)
         self._budget = Budget(self.settings.background_share, self._cores, clock=self._clock)
-        # Behind saving in everything: training may have to wait for a save, never for a round.
-        self._extraction = ExtractionWorker(
-            self.writer, self.spec.grid or Grid(), self._tell, self._collect,
-            nice=_NICEST, bandwidth=self._bandwidth,
-            holders=partial(extractor_of, subject, repository.store.url, self._bandwidth),
-            stopping=self._look,
-        )  # fmt: skip
         # Of the last save: what the next one will take is judged by it.
         self._write_seconds_per_byte = 0.0
         self._increment_nbytes = 0
+        # Behind saving in everything: training may have to wait for a save, never for a round.
+        extraction = partial(
+            ExtractionWorker, rules=self.spec.grid or Grid(), tell=self._tell,
+            collect=self._collect, nice=_NICEST, bandwidth=self._bandwidth,
+            holders=partial(extractor_of, subject, repository.store.url, self._bandwidth),
+            stopping=self._look,
+        )  # fmt: skip
+        self._take_over(repository, history, self.settings, extraction, beside=beside)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -472,7 +470,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
         """Waits for everything under way and ends the threads; a later save starts them again."""
         self.join()
         self._worker.close()
-        self._extraction.close()
+        self._end_extraction()
 
     def settle(self) -> None:
         """Waits until the rows of every version stand where they are to stay: without a grid, they
@@ -499,13 +497,16 @@ class Checkpointer(BackgroundSaver[Manifest]):
         """
         self.join()
         self._saving = None
-        self.writer.settle()
-        return newest_intact(
-            self.writer, version, fall_back=fall_back,
-            bring_back=lambda held, before: self._restore(
-                held, before, fits, asked=held.version.number == version
-            ),
-        )  # fmt: skip
+
+        def restore(known: Known, fits: Fits | None) -> Restored | None:
+            def bring_back(held: HeldVersion, before: Sequence[VersionId]) -> Restored | None:
+                return self._restore(held, before, fits, asked=held.version.number == version)
+
+            return newest_intact(
+                self.repository, known, version, fall_back=fall_back, bring_back=bring_back
+            )
+
+        return self._restored(restore, fits)
 
     def forget_chain(self) -> None:
         """Rows have changed in ways that nobody followed: the next version is a baseline."""
@@ -524,7 +525,11 @@ class Checkpointer(BackgroundSaver[Manifest]):
                 fits(found)
             held.confirm()
             held.count_restore(exact=not self._is_lossy(target))
+            if grid is not None:  # beside rows
+                newest_of_grid = partial(newest_catalog, self.repository, grid)
+                looks.append(Call(self.repository.store, newest_of_grid))
 
+        looks: list[Call[Catalog]] = []
         with held:
             manifest = held.manifest
             if not manifest.whole or (manifest.aside and not asked):
@@ -540,7 +545,7 @@ class Checkpointer(BackgroundSaver[Manifest]):
             newest = self.writer.resume(target)
             shards = manifest.described.number("shards", least=1)
             # Format 1 has rows of several shards in one piece: nobody could move those of one.
-            catalog = None if grid is None else newest_catalog(self.repository, grid)
+            catalog = looks[0].result() if looks else None
             mixed = shards > 1 and catalog is not None and catalog.is_mixed
             # A later version has left its deaths there, standing or not: another of its number
             # would be taken for it.

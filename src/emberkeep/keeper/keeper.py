@@ -415,6 +415,8 @@ class Keeper(RunReport):
         self, version: int | str | None, partial: bool, renamed: Mapping[str, str], source: Any
     ) -> WarmStart:
         with self._ranks.agreeing("another rank could not start from the version"):
+            if isinstance(self._saver, RepositorySaver):
+                self._saver.finish_takeover()  # before rows change
             started = warm_start(
                 self._store if source is None else source, version, self._parts.subject,
                 self._state, renamed=renamed, partial=partial, settings=self._settings,

@@ -58,4 +58,5 @@ def open_saver(
     }  # fmt: skip
     if strategy.remote is not None:
         return TieredSaver(store, parts, strategy, **common)
-    return RepositorySaver(store, parts.subject, strategy, **common)
+    # Ranks that wait for each other hear of a failure when the keeper is made.
+    return RepositorySaver(store, parts.subject, strategy, **common, beside=ranks.world == 1)

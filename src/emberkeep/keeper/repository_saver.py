@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -73,7 +73,7 @@ class RepositorySaver(Checkpointer):
     def __init__(
         self, store: BlobStore, subject: Subject, strategy: Strategy, *, about: Json,
         settings: SaveSettings, exclusive: bool, must_exist: bool, on_event: Hear,
-        clock: Clock, mirror: Callable[..., Mirror] | None = None,
+        clock: Clock, mirror: Callable[..., Mirror] | None = None, beside: bool = False,
     ) -> None:  # fmt: skip
         copies = None
         if mirror is not None:
@@ -104,11 +104,13 @@ class RepositorySaver(Checkpointer):
                 "over. Bring its versions back; leave must_exist out to start a new run"
             )
         likely = None if history is None else history.newest
-        newest_ahead = Call(store, partial(_readable, repository, likely))
+        self._likely = likely
+        self._likely_newest = Call(store, partial(_readable, repository, likely))
         if copies is not None:  # first: a process that cannot have both places takes neither
             copies.follow(repository)
             history = None  # it takes as long as both places have versions: somebody may have come
         check_runs(clusters, store.url, repository.id)
+        self.url, self._mirror = store.url, copies
         super().__init__(
             repository,
             subject,
@@ -117,22 +119,28 @@ class RepositorySaver(Checkpointer):
             on_event=on_event,
             history=history,
             ahead=ahead,
+            beside=beside and copies is None,
         )
-        self.url = store.url
         self._run_said: str | None = None
         self._tell_run(repository.id)
         self._about = about
-        self._mirror = copies
         self.patience: timedelta | None = None
         """How long the end of the run waits for the mirror at most; None: as long as it copies."""
         if copies is not None:
             brought = copies.bring_newer(self.writer)
-            self._restores = repository.restore_counts()  # those that were made elsewhere, too
+            self._restores.update(repository.restore_counts())  # those that were made elsewhere
             if brought is not None:
                 self._tell("brought_from_mirror", _brought(brought))
             self.run_marks = copies.marks()
-        found = self.writer.newest
-        newest = newest_ahead.result() if found == likely else _readable(repository, found)
+            self._note_newest(self.writer.newest)
+
+    def _started_from(self, newest: VersionId | None) -> None:
+        if self._mirror is None:  # else it is known when what is newer there was brought
+            self._note_newest(newest)
+
+    def _note_newest(self, found: VersionId | None) -> None:
+        repository, likely = self.repository, self._likely
+        newest = self._likely_newest.result() if found == likely else _readable(repository, found)
         if newest is not None and newest.aside:
             self._aside = newest.version
         if newest is None or not newest.whole or newest.aside:
@@ -154,6 +162,8 @@ class RepositorySaver(Checkpointer):
         self.spec = spec
 
     def holds_run(self) -> bool:
+        if self._before is not None:  # one that was there cannot go
+            return True
         return self.writer.newest is not None or self.repository.latest() is not None
 
     def cut(
@@ -226,16 +236,19 @@ class RepositorySaver(Checkpointer):
         if isinstance(version, str) and not version.isdigit():
             version = self._named(version).number
         number = None if version is None else int(version)
-        if number is None and self._last_is_aside:
+        ahead = self._counted_ahead() if number is None else None
+        if number is None and ahead is None and self._last_is_aside:
             counted = newest_counted(self.repository)
             number = None if counted is None else counted.number
 
         def restore(number: int | None) -> Restored | None:
-            # What the mirror has intact is not passed over.
-            return self.restore(
-                number, fall_back=fall_back and mirror is None,
-                fits=lambda found: _check_fit(found, fits),
-            )  # fmt: skip
+            known = nullcontext() if ahead is None else self.repository.pinned(ahead)
+            with known:
+                # What the mirror has intact is not passed over.
+                return self.restore(
+                    number, fall_back=fall_back and mirror is None,
+                    fits=lambda found: _check_fit(found, fits),
+                )  # fmt: skip
 
         mirror = None if version is not None else self._mirror
         try:
@@ -268,6 +281,13 @@ class RepositorySaver(Checkpointer):
                 f"says {wanted}: versions are exact until they are calibrated again",
                 stacklevel=4,
             )
+
+    def _counted_ahead(self) -> Manifest | None:
+        """The manifest of what was the newest version before a takeover that is under way, if the
+        run goes on from it by itself; that it still is the newest is looked at after the takeover.
+        """
+        found = None if self._before is None else self._likely_newest.result()
+        return None if found is None or found.aside else found
 
     @property
     def _last_is_aside(self) -> bool:

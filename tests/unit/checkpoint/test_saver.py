@@ -426,7 +426,7 @@ def test_a_gc_that_fails_fails_no_save(
     def fails(*_: Any) -> None:
         raise kind("on purpose")
 
-    monkeypatch.setattr("emberkeep.checkpoint.saver.Collector.collect", fails)
+    monkeypatch.setattr("emberkeep.checkpoint.takes_over.Collector.collect", fails)
     cluster = opened()
     keeper = started(cluster, spec=VersionSpec(layout=layout))
     for step in (1, 2):
