@@ -81,8 +81,8 @@ MUTATIONS = (
     Mutation(
         "R4", "gc removes files of the save in progress",
         COLLECTOR,
-        "version.epoch < epoch or (version.epoch == epoch and version.number <= settled)",
-        "version.epoch <= epoch",
+        "(version.epoch, version.number) > (self._writer.epoch, self._settled)",
+        "version.epoch > self._writer.epoch",
         "test_repository_interleavings.py",
     ),
     Mutation(
