@@ -22,8 +22,9 @@ from emberkeep.runtime.readahead import Ahead
 
 # Of narrow rows; of others a chunk is bounded in bytes. Each takes hundreds of calls of Python.
 _CHUNK_ROWS = 2**16
-# Buffers that wait for the disk: a chunk, with what stands before it. More would only take memory.
-_AHEAD = 2
+# Buffers that wait for the disk: two chunks, with what stands before each. Where training has all
+# cores, threads wait for their turns, and with fewer buffers the disk waits, too.
+_AHEAD = 4
 
 
 def write_pieces(

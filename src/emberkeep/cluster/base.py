@@ -34,10 +34,11 @@ from emberkeep.errors import (
 )
 from emberkeep.kernels import hash_index
 from emberkeep.rows import upsert as upserts
+from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority
 from emberkeep.rows.row_digest import RowDigest
-from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.stopping import Stop

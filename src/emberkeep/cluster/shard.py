@@ -19,12 +19,13 @@ from emberkeep.errors import EmberkeepError, ShardLostError
 from emberkeep.kernels import batch_rows
 from emberkeep.rows import upsert as upserts
 from emberkeep.rows.changed_rows import changed_ids, forget_rewound
+from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.priority import Priority, prioritised
 from emberkeep.rows.push import Push
 from emberkeep.rows.row_digest import RowDigest, digest_chunk
 from emberkeep.rows.slab import Slab
-from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, freeze
+from emberkeep.rows.snapshot import Cut, FrozenRows, freeze
 from emberkeep.rows.tracker import PRIORITISED
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
@@ -46,8 +47,7 @@ _EDIT_CALLS = 256
 
 
 def slab_groups(tables: Sequence[Table]) -> list[list[int]]:
-    """Which tables share a slab: those of one dim, tier and optimizer, in the order in which they
-    appear."""
+    """Which tables share a slab, in their order: those of one dim, tier and optimizer."""
     groups: dict[tuple[int, Tier | None, Optimizer | None], list[int]] = {}
     for index, table in enumerate(tables):
         groups.setdefault((table.dim, table.tier, table.optimizer), []).append(index)

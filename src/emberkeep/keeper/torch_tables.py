@@ -20,9 +20,10 @@ from emberkeep._types import I64, U64, Bools, Planes
 from emberkeep.errors import ConfigError, ShardLostError, StateError
 from emberkeep.keeper import followable
 from emberkeep.kernels import batch_rows as bits
+from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.priority import Priority, Ranking
 from emberkeep.rows.row_source import Arrays
-from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows, Snapshot, TableRange, freeze
+from emberkeep.rows.snapshot import Cut, FrozenRows, Snapshot, TableRange, freeze
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, shared

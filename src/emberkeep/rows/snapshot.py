@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -23,10 +23,10 @@ from emberkeep._types import I64, U64, Array, Bools, Planes
 from emberkeep.errors import CancelledError, ShardLostError
 from emberkeep.kernels import batch_rows as bitmaps
 from emberkeep.kernels import row_copies, scatter
+from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
 from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
-from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock, wait_in_time
 from emberkeep.runtime.memory import lazy_zeros, recycled
 from emberkeep.runtime.pool import ForkLock, Job, Pool, shares
 
@@ -36,10 +36,10 @@ _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
 _CHUNK_NBYTES = 16 * 2**20
 _LARGE_NBYTES = 2**20
+# What a push has saved goes out as it is from so much on: to join it would be one more copy.
+_READY_NBYTES = 8 * 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
 _SHARE_OF_WAIT = 0.25
-# A save takes a few megabytes at a time; one that takes nothing for that long hangs.
-_PATIENCE = timedelta(hours=1)
 _NONE: U64 = np.empty(0, np.uint64)
 _T = TypeVar("_T")
 
@@ -99,6 +99,17 @@ class _SavedRows:
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.planes.values())
 
+    @property
+    def ready(self) -> bool:
+        """Whether chunks can be cut out of it as it is: few rows are joined with others first."""
+        return self.nbytes >= _READY_NBYTES and bool((self.rows[1:] > self.rows[:-1]).all())
+
+    def ids_of(self, table: TableRange, some: I64 | slice) -> I64:
+        """The ids of some of its rows, which are of that table."""
+        if table.ids is None or self.ids is None:
+            return table.ids_of(self.rows[some])
+        return self.ids[some]
+
 
 class FrozenRows(Protocol):
     """What a checkpointer asks of frozen rows, wherever they are."""
@@ -156,38 +167,6 @@ class RowHolder(Protocol):
     def ranges(self) -> Sequence[TableRange]: ...
 
     def source(self) -> RowSource: ...
-
-
-class CopyRoom:
-    """The memory for copies that writers make of rows, of all that was frozen together.
-
-    A writer waits while it is full, and then copies what it is about to write: beyond `nbytes`
-    there are the rows of one push.
-    """
-
-    def __init__(self, nbytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.nbytes = nbytes
-        self.clock = clock
-        self._held_nbytes = 0
-        self._changed = threading.Condition()
-
-    def change(self, nbytes: int = 0) -> None:
-        """So much more is held, or less; wakes those who wait in any case."""
-        with self._changed:
-            self._held_nbytes += nbytes
-            self._changed.notify_all()
-
-    @property
-    def full(self) -> bool:
-        return self._held_nbytes > self.nbytes
-
-    def wait(self, until: Callable[[], bool]) -> None:
-        """Waits while it is full, unless something else holds."""
-        with self._changed:
-            wait_in_time(
-                self._changed, lambda: not self.full or until(),
-                "a save to take rows that a push is about to change", _PATIENCE, self.clock,
-            )  # fmt: skip
 
 
 class Snapshot:
@@ -419,25 +398,36 @@ class Snapshot:
                     parts.append(self._saved.pop())
                     nbytes += parts[-1].nbytes
                 self._saved_nbytes -= nbytes
-            rows = np.concatenate([part.rows for part in parts])
-            order = np.argsort(rows)
-            rows = rows[order]
-            cuts = [*np.searchsorted(rows, self._bases).tolist(), rows.size]
-            for table, (first, last) in zip(self._ranges, pairwise(cuts), strict=True):
-                fitting = self._fitting(table, most)
-                for start in range(first, last, fitting):
-                    some = slice(start, min(start + fitting, last))
-                    copied = self._joined(table, parts, order[some], rows[some])
-                    yield from _as_chunks(table, copied)
-            del parts
+            few = [part for part in parts if not part.ready]
+            for part in parts:
+                if part.ready:
+                    yield from self._by_table(part.rows, most, partial(_cut_out, part))
+            if few:
+                rows = np.concatenate([part.rows for part in few])
+                order = np.argsort(rows)
+                yield from self._by_table(rows[order], most, partial(self._joined, few, order))
+            del parts, few
             self._room.change(-nbytes)
 
+    def _by_table(
+        self, rows: I64, most: int, copied: Callable[[TableRange, slice], CopiedRows]
+    ) -> Iterator[Chunk]:
+        """Rows of any tables, which ascend, as chunks."""
+        cuts = [*np.searchsorted(rows, self._bases).tolist(), rows.size]
+        for table, (first, last) in zip(self._ranges, pairwise(cuts), strict=True):
+            fitting = self._fitting(table, most)
+            for start in range(first, last, fitting):
+                yield from _as_chunks(
+                    table, copied(table, slice(start, min(start + fitting, last)))
+                )
+
     def _joined(
-        self, table: TableRange, parts: Sequence[_SavedRows], places: I64, rows: I64
+        self, parts: Sequence[_SavedRows], order: I64, table: TableRange, some: slice
     ) -> CopiedRows:
-        """The rows at these places of all parts, one after the other."""
-        ids = table.ids_of(rows)
+        """Some rows of all parts, one after the other, in this order."""
+        places = order[some]
         present = np.empty(places.size, np.bool_)
+        ids = np.empty(places.size, np.int64)
         planes = self._empty(table, places.size)
         start = 0
         for part in parts:
@@ -445,8 +435,7 @@ class Snapshot:
             chosen = np.flatnonzero((places >= start) & (places < stop))
             own = places[chosen] - start
             present[chosen] = part.present[own]
-            if table.ids is not None and part.ids is not None:
-                ids[chosen] = part.ids[own]
+            ids[chosen] = part.ids_of(table, own)
             for name, values in planes.items():
                 saved = part.planes[name]
                 if saved.itemsize % 4:
@@ -541,6 +530,12 @@ def _fresh(rows: int, width: int, kind: np.dtype[Any]) -> Array:
     if nbytes < _LARGE_NBYTES:
         return np.empty((rows, width), kind)
     return np.frombuffer(recycled(nbytes), kind).reshape(rows, width)
+
+
+def _cut_out(part: _SavedRows, table: TableRange, some: slice) -> CopiedRows:
+    """Some rows of a part, which are of that table, where they are."""
+    planes = {name: part.planes[name][some] for name in table.planes}
+    return CopiedRows(part.present[some], part.ids_of(table, some), planes)
 
 
 def _as_chunks(table: TableRange, part: CopiedRows) -> Iterator[Chunk]:

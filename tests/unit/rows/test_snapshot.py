@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import CancelledError, DeadlineError
 from emberkeep.rows import snapshot as snapshots
-from emberkeep.rows.snapshot import Chunk, CopyRoom, Snapshot, freeze
+from emberkeep.rows.copy_room import CopyRoom
+from emberkeep.rows.snapshot import Chunk, Snapshot, freeze
 from emberkeep.rows.tracker import SINCE_BASELINE, SINCE_VERSION
 from emberkeep.tables import SGD, Adam, Table
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -93,8 +94,9 @@ def frozen(cluster: LocalCluster, since: str | None) -> Snapshot:
     return freeze(cluster.shards[0].slabs, since=since)[0]
 
 
+@pytest.mark.parametrize("ready_nbytes", [1, 2**30], ids=["as they are", "joined"])
 @settings(
-    max_examples=examples(30),
+    max_examples=examples(20),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -104,9 +106,15 @@ def frozen(cluster: LocalCluster, since: str | None) -> Snapshot:
     plan=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=6),
 )
 def test_versions_follow_the_states_at_their_freezes(
-    seed: int, before: int, plan: list[tuple[bool, int]]
+    ready_nbytes: int,
+    seed: int,
+    before: int,
+    plan: list[tuple[bool, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Increments since the last version and since the baseline, with failures in between."""
+    """Increments since the last version and since the baseline, with failures in between; what
+    pushes have saved is handed out as it is, or joined first."""
+    monkeypatch.setattr(snapshots, "_READY_NBYTES", ready_nbytes)
     random = np.random.default_rng(seed)
     cluster = opened()
     for _ in range(before):
@@ -207,12 +215,14 @@ def test_slabs_that_cannot_all_be_frozen_are_not_frozen_at_all() -> None:
         taken.close(())
 
 
+@pytest.mark.parametrize("ready_nbytes", [1, 2**30], ids=["as they are", "joined"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_are_copied_while_pushes_go_on_in_any_order(
-    threads: int, monkeypatch: pytest.MonkeyPatch
+    threads: int, ready_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither waits for the other: a copy that a push may have torn is dropped, and the push has
     saved the row."""
+    monkeypatch.setattr(snapshots, "_READY_NBYTES", ready_nbytes)
     monkeypatch.setattr(snapshots, "LEAST_ROWS", 16)
     rows, dim = 3000, 16
     table = Table("t", rows=rows, dim=dim)

@@ -24,10 +24,11 @@ from emberkeep.cluster.protected_cluster import ProtectedCluster
 from emberkeep.cluster.shard import Shard
 from emberkeep.erasure.codes import Parity
 from emberkeep.errors import ConfigError, EmberkeepError, ShardLostError
+from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.lookup import Lookup
 from emberkeep.rows.push import Push
 from emberkeep.rows.slab import Slab
-from emberkeep.rows.snapshot import CopyRoom, Cut, FrozenRows
+from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
