@@ -99,6 +99,7 @@ class Contender:
         self.bags = ek.EmbeddingBags(
             shape.tables(source, tier), optimizer=shape.optimizer, cluster=LocalOf(kind)
         )
+        self.cluster.choose_rows()  # those that the benchmark has filled the file with
         self.model = shape.model(self.bags)
         parts = self.model.named_parameters()
         dense = [value for name, value in parts if not name.startswith("embeddings.")]
