@@ -215,9 +215,8 @@ class Recoverer:
                 if decided.scope == "partial" and lost_in is not None:
                     self._going_back = True
                     decided = self._plan(start)
-                lost.update(decided.shards)
                 if decided.scope == "full" and not rewinds:
-                    raise lost_in or ShardLostError(sorted(lost))
+                    raise lost_in or ShardLostError(sorted(lost.union(decided.shards)))
                 try:
                     # A version under way may still be committed, and less would be lost.
                     self._saver.learn_outcome()
@@ -225,6 +224,7 @@ class Recoverer:
                         decided = self._plan(start)
                         if decided.scope == "full":
                             continue  # more was lost meanwhile
+                    lost.update(decided.shards)  # one that has come back until now lost nothing
                     made = self._carry_out(decided, start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)

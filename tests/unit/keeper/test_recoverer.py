@@ -151,3 +151,43 @@ def test_a_shard_does_not_go_back_behind_a_version_whose_commit_was_not_heard() 
     load(saver.repository, saver.whole.version, found, Pool(1))
     assert saver.whole.version.number == 3
     assert state(found) == state(cluster)
+
+
+def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost() -> None:
+    """One was out of reach when the recovery was decided, and answers before it begins."""
+    tables = [Table("t", rows=40, dim=2)]
+    cluster = local(shards=3, threads=1).open(tables, Adagrad(lr=0.1), seed=3)
+    told: list[dict[str, Any]] = []
+    strategy = partial(every=1, priority=None, keep="all")
+    saver = RepositorySaver(
+        MemoryStore(), cluster, strategy, about={}, settings=SaveSettings(threads=1),
+        exclusive=False, must_exist=False, on_event=lambda *_: None, clock=VirtualClock(),
+    )  # fmt: skip
+    recoverer = make_recoverer(
+        strategy, [Home(cluster, {"t": "t"})], saver, total_steps=9, steps=lambda: 2,
+        go_back=None, tell=lambda _, details: told.append(details), clock=VirtualClock(),
+    )  # fmt: skip
+    assert recoverer is not None
+
+    def train(ids: list[int]) -> None:
+        wanted = wanted_of(cluster, {"t": ids})
+        cluster.push(wanted, [np.ones((w.ids.size, 2), np.float32) for w in wanted], lr=0.1)
+
+    train(list(range(40)))
+    saver.cut(1, None, recoverer.counters)
+    saver.join()
+    train(list(range(40)))
+    cluster.kill(1)
+    lost, learn, silent = cluster.lost, saver.learn_outcome, [0]
+
+    def learn_outcome() -> None:
+        silent.clear()
+        learn()
+
+    cluster.lost = lambda: (*silent, *lost())  # type: ignore[method-assign]
+    saver.learn_outcome = learn_outcome  # type: ignore[method-assign]
+    made = recoverer.recover()
+    assert made is not None
+    assert (made.scope, made.shards) == ("partial", (1,))
+    assert made.pls == pytest.approx(1 / 27)
+    assert [details["shards"] for details in told if "scope" in details] == [(1,)]
