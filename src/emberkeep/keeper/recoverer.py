@@ -222,8 +222,9 @@ class Recoverer:
                     self._saver.learn_outcome()
                     if decided.scope == "partial":
                         decided = self._plan(start)
-                        if decided.scope == "full":
-                            continue  # more was lost meanwhile
+                        some = decided.shards or [*self._found_lost(losses_before)]
+                        if decided.scope == "full" or not some:
+                            continue  # more was lost meanwhile, or all came back with their rows
                     lost.update(decided.shards)  # one that has come back until now lost nothing
                     made = self._carry_out(decided, start)
                 except ShardLostError as error:

@@ -153,7 +153,10 @@ def test_a_shard_does_not_go_back_behind_a_version_whose_commit_was_not_heard() 
     assert state(found) == state(cluster)
 
 
-def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost() -> None:
+@pytest.mark.parametrize("dead", [(1,), ()], ids=["another is lost", "none is lost"])
+def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost(
+    dead: tuple[int, ...],
+) -> None:
     """One was out of reach when the recovery was decided, and answers before it begins."""
     tables = [Table("t", rows=40, dim=2)]
     cluster = local(shards=3, threads=1).open(tables, Adagrad(lr=0.1), seed=3)
@@ -177,7 +180,8 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost() 
     saver.cut(1, None, recoverer.counters)
     saver.join()
     train(list(range(40)))
-    cluster.kill(1)
+    for shard in dead:
+        cluster.kill(shard)
     lost, learn, silent = cluster.lost, saver.learn_outcome, [0]
 
     def learn_outcome() -> None:
@@ -187,7 +191,10 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost() 
     cluster.lost = lambda: (*silent, *lost())  # type: ignore[method-assign]
     saver.learn_outcome = learn_outcome  # type: ignore[method-assign]
     made = recoverer.recover()
+    assert [details["shards"] for details in told if "scope" in details] == [(1,)] * len(dead)
+    if not dead:
+        assert made is None
+        return
     assert made is not None
     assert (made.scope, made.shards) == ("partial", (1,))
     assert made.pls == pytest.approx(1 / 27)
-    assert [details["shards"] for details in told if "scope" in details] == [(1,)]
