@@ -12,6 +12,7 @@ from emberkeep.errors import DeadlineError, StoppedError
 from emberkeep.runtime.background import Retry
 from emberkeep.server.parity_service import ParityService
 from tests.faults.test_parity_partitions import SECOND, TIMING, Scene, push, scene
+from tests.waiting import passing
 
 
 @pytest.fixture
@@ -37,9 +38,17 @@ def given_up(broken: list[bool]) -> Iterator[Scene]:
         run.push(3)
         run.hosts.kill(1)
         run.push()
-        run.pass_time(2)
-        assert all(service._rebuilds.stopped for service in run.services())
+        until_given_up(run)
         yield run
+
+
+def until_given_up(run: Scene) -> None:
+    passing(
+        run.network.clock,
+        lambda: all(service._rebuilds.stopped for service in run.services()),
+        "every server to give up",
+        SECOND / 4,
+    )
 
 
 def test_it_is_said_since_when(broken: list[bool]) -> None:
@@ -53,7 +62,7 @@ def test_one_who_waits_hears_of_it_and_has_it_begin_again(broken: list[bool]) ->
     with given_up(broken) as run:
         with pytest.raises(StoppedError, match="emberkeep-rebuild stopped"):
             run.cluster.rebuild()
-        run.pass_time(2)
+        until_given_up(run)
         with pytest.raises(StoppedError, match="emberkeep-rebuild stopped"):
             run.cluster.freeze(None, 1 << 20)
         broken.clear()

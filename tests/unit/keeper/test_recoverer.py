@@ -160,7 +160,7 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost(
     """One was out of reach when the recovery was decided, and answers before it begins."""
     tables = [Table("t", rows=40, dim=2)]
     cluster = local(shards=3, threads=1).open(tables, Adagrad(lr=0.1), seed=3)
-    told: list[dict[str, Any]] = []
+    heard: list[dict[str, Any]] = []
     strategy = partial(every=1, priority=None, keep="all")
     saver = RepositorySaver(
         MemoryStore(), cluster, strategy, about={}, settings=SaveSettings(threads=1),
@@ -168,7 +168,7 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost(
     )  # fmt: skip
     recoverer = make_recoverer(
         strategy, [Home(cluster, {"t": "t"})], saver, total_steps=9, steps=lambda: 2,
-        go_back=None, tell=lambda _, details: told.append(details), clock=VirtualClock(),
+        go_back=None, tell=lambda _, details: heard.append(details), clock=VirtualClock(),
     )  # fmt: skip
     assert recoverer is not None
 
@@ -191,7 +191,7 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost(
     cluster.lost = lambda: (*silent, *lost())  # type: ignore[method-assign]
     saver.learn_outcome = learn_outcome  # type: ignore[method-assign]
     made = recoverer.recover()
-    assert [details["shards"] for details in told if "scope" in details] == [(1,)] * len(dead)
+    assert [details["shards"] for details in heard if "scope" in details] == [(1,)] * len(dead)
     if not dead:
         assert made is None
         return
