@@ -398,15 +398,18 @@ class Snapshot:
                     parts.append(self._saved.pop())
                     nbytes += parts[-1].nbytes
                 self._saved_nbytes -= nbytes
-            few = [part for part in parts if not part.ready]
-            for part in parts:
-                if part.ready:
-                    yield from self._by_table(part.rows, most, partial(_cut_out, part))
+            few: list[_SavedRows] = []
+            while parts:  # one that was used is let go
+                if parts[-1].ready:
+                    yield from self._by_table(parts[-1].rows, most, partial(_cut_out, parts[-1]))
+                else:
+                    few.append(parts[-1])
+                parts.pop()
             if few:
                 rows = np.concatenate([part.rows for part in few])
                 order = np.argsort(rows)
                 yield from self._by_table(rows[order], most, partial(self._joined, few, order))
-            del parts, few
+            del few
             self._room.change(-nbytes)
 
     def _by_table(

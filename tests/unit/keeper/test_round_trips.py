@@ -87,11 +87,16 @@ def saved(keeper: Checkpointer, step: int) -> None:
     keeper.wait()
 
 
-def test_a_resume_reads_what_was_committed_until_the_seal() -> None:
+def with_a_version() -> tuple[MemoryStore, LocalCluster, np.random.Generator, Checkpointer]:
     inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
     keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
     train(cluster, random, steps=2)
     saved(keeper, 1)
+    return inner, cluster, random, keeper
+
+
+def test_a_resume_reads_what_was_committed_until_the_seal() -> None:
+    inner, cluster, random, keeper = with_a_version()
 
     def save_another() -> None:
         train(cluster, random, steps=2)
@@ -110,10 +115,7 @@ def test_a_resume_reads_what_was_committed_until_the_seal() -> None:
 
 
 def test_no_row_changes_where_another_process_takes_over_first() -> None:
-    inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
-    keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
-    train(cluster, random, steps=2)
-    saved(keeper, 1)
+    inner, _, _, keeper = with_a_version()
     keeper.close()
     fresh = opened()
     train(fresh, np.random.default_rng(1), steps=1)
@@ -129,10 +131,7 @@ def test_no_row_changes_where_another_process_takes_over_first() -> None:
 
 
 def test_a_keeper_that_is_closed_at_once_has_taken_over() -> None:
-    inner, cluster, random = MemoryStore(), opened(), np.random.default_rng(0)
-    keeper = started(cluster, inner, spec=VersionSpec(layout="grid"))
-    train(cluster, random, steps=2)
-    saved(keeper, 1)
+    inner, _, _, keeper = with_a_version()
     saver(Meanwhile(inner, "none", lambda: None), opened()).close()
     assert inner.size(writer_name(2))
     with pytest.raises(FencedError):
