@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from emberkeep._types import Json
 from emberkeep.cluster.outage import surviving
-from emberkeep.cluster.remote import timing
+from emberkeep.cluster.remote import leases, timing
 from emberkeep.cluster.remote.timing import Timing
 from emberkeep.errors import PeerError, ServerError, ShardLostError
 from emberkeep.runtime.clock import Clock
 from emberkeep.testing.local_transport import Rule
 from emberkeep.testing.virtual_clock import VirtualClock
+from emberkeep.wire.security import Security
 from tests.contracts.engine import wanted_of
 from tests.faults.test_recovery_interrupted import saved
 from tests.faults.test_servers_return import CODED, DYNAMIC, SHARDS, TIMING, World
@@ -148,6 +151,22 @@ def test_a_silence_is_counted_from_when_the_server_was_last_heard() -> None:
     patience = TIMING.patience.total_seconds()
     assert heard[0]["until"] - heard[0]["seconds"] == pytest.approx(patience - 5, abs=1)
     world.check()
+
+
+def test_a_silence_is_counted_although_the_thread_that_renews_had_no_turn_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases.Worker, "wake", lambda self: None)
+    clock = VirtualClock()
+    shard: Any = SimpleNamespace(index=0, address="127.0.0.1:1", epoch=1)
+    kept = leases.Leases("me", [shard], Security(), TIMING, clock=clock)
+    clock.advance(timedelta(seconds=40))
+    kept.keep(shard)  # the same server: still silent
+    assert kept.silent_seconds(0, clock.monotonic()) == 40
+    shard.epoch = 2
+    kept.keep(shard)
+    clock.advance(timedelta(seconds=5))
+    assert kept.silent_seconds(0, clock.monotonic()) == 5
 
 
 def test_an_idle_coordinator_says_which_server_it_does_not_hear() -> None:

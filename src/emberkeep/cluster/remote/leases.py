@@ -52,9 +52,7 @@ class Leases:
 
     def keep(self, shard: RemoteShard) -> None:
         """Keeps this server's lease from now on."""
-        renewal = self._renewals[shard.index]
-        renewal.meant = (shard.address, shard.epoch)
-        renewal.worker.wake()
+        self._renewals[shard.index].keep(shard.address, shard.epoch)
 
     def keep_lost(self, shard: RemoteShard) -> None:
         """Keeps the lease of a server that may return, unless another thread has given it up."""
@@ -107,7 +105,8 @@ class _Renewal:
         lease: timedelta, clock: Clock, tell: Callable[..., None],
     ) -> None:  # fmt: skip
         pause = lease / 4
-        self.meant: tuple[str, int] | None = None
+        # Its address, its epoch, and when it was admitted.
+        self.meant: tuple[str, int, float] | None = None
         self.over = False
         self.left_out: dict[int, int] = {}
         self._header: Json = {"coordinator": coordinator, "run": run}
@@ -116,33 +115,47 @@ class _Renewal:
         self._lease_seconds = lease.total_seconds()
         self._clock = clock
         self._tell = tell
-        self.answered_at: float | None = None
+        self._answered_at = 0.0
         self._failures = 0
         self._unheard = False
         self._connection: Connection | None = None
         # What the server's clock said in its last answer: the lease runs from there, so that a
         # renewal which is read late renews nothing.
-        self._known: tuple[str, int] | None = None
+        self._known: tuple[str, int, float] | None = None
         self._heard = 0.0
         self.worker = Worker(
             "emberkeep-lease", self._renew, on_error=self._failed,
             retry=Retry(limit=None, first=pause / 8, most=pause), clock=clock,
         )  # fmt: skip
 
+    def keep(self, address: str, epoch: int) -> None:
+        meant = self.meant
+        if meant is None or meant[:2] != (address, epoch):
+            self.meant = (address, epoch, self._clock.monotonic())
+        self.worker.wake()
+
+    @property
+    def answered_at(self) -> float | None:
+        """When the server last answered a renewal, or was admitted: also if the thread that renews
+        has not had its turn since."""
+        meant = self.meant
+        if meant is None:
+            return None
+        return self._answered_at if meant == self._known else meant[2]
+
     def _renew(self) -> float | None:
         meant = self.meant
         if meant != self._known:
             self._disconnect()
+            self._answered_at = 0.0 if meant is None else meant[2]
             self._known, self._heard = meant, 0.0
             self.left_out = {}
-            # It was admitted just now.
-            self.answered_at = None if meant is None else self._clock.monotonic()
             self._failures, self._unheard = 0, False
         if meant is None:
             if self.over:
                 self.worker.stop()
             return None
-        address, epoch = meant
+        address, epoch, _ = meant
         if self._connection is None:
             self._connection = self._dial(address)
         known = self.left_out
@@ -153,7 +166,7 @@ class _Renewal:
             "renew", header, deadline=max(self._pause, timedelta(seconds=1))
         )
         before, self._heard = self._heard, float(reply["clock"])
-        self.answered_at, self._failures = self._clock.monotonic(), 0
+        self._answered_at, self._failures = self._clock.monotonic(), 0
         self.left_out = {int(host): int(number) for host, number in reply.get("left_out", ())}
         if self.left_out.items() - known.items():
             return 0  # it shall hear soon that this is known
@@ -168,10 +181,10 @@ class _Renewal:
 
     def _failed(self, error: BaseException) -> None:
         self._disconnect()
-        if self.answered_at is None or self.meant != self._known:
+        if self.meant is None or self.meant != self._known:
             return
         self._failures += 1
-        seconds = self._clock.monotonic() - self.answered_at
+        seconds = self._clock.monotonic() - self._answered_at
         # Twice: the first attempt of a coordinator that was stopped for so long proves nothing.
         if seconds > self._lease_seconds / 2 and self._failures > 1 and not self._unheard:
             self._unheard = True
