@@ -181,11 +181,12 @@ class FlightCluster(RemoteCluster):
                 blobs = self._requests(PREFETCH, routed)
                 for shard, blob in zip(self.handles, blobs, strict=True):
                     shard.send(blob, self._deadline(routed))
-            except EmberkeepError:
-                self._settle()
-                return  # the pull itself will find out what is wrong
-            rows = self._reader.submit(self._receive_ahead, wanted, routed)
-            self._ahead = Ahead(wanted, routed, rows)
+                rows = self._reader.submit(self._receive_ahead, wanted, routed)
+                self._ahead = Ahead(wanted, routed, rows)
+            except BaseException as error:
+                self._settle()  # its reply would be taken for that to the next request
+                if not isinstance(error, EmberkeepError):
+                    raise  # the pull itself will find out what else is wrong
 
     @property
     def reads_ahead(self) -> bool:
@@ -494,12 +495,8 @@ class FlightCluster(RemoteCluster):
             incarnation=sent.incarnation,
         )  # fmt: skip
 
-        def send() -> None:
-            shard.send(blob, self._deadline(sent.routed))
-            shard.receive()
-
         try:
-            self._until_all_ranks(send)
+            self._until_all_ranks(partial(shard.exchange, blob, self._deadline(sent.routed)))
         except ServerError:
             raise shard.lose() from None
         except (RankError, PeerError):  # worth asking again: it is not refused

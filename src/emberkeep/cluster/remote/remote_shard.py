@@ -288,10 +288,18 @@ class RemoteShard:
         with self._lock:  # what other threads ask the server comes to an end first
             self._revive()
         try:
-            self.send(blob, deadline)
-            return self.receive()
+            return self.exchange(blob, deadline)
         except ServerError:
             raise self.lose() from None
+
+    def exchange(self, blob: U8, deadline: timedelta) -> U8:
+        """Sends a request and takes its reply, or gives up the stream: left there, the reply would
+        be taken for that to the next request."""
+        try:
+            self.send(blob, deadline)
+            return self.receive()
+        finally:
+            self.settle()
 
     def lose(self) -> ShardLostError:
         """Counts the server as lost."""
