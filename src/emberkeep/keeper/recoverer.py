@@ -205,6 +205,7 @@ class Recoverer:
         start = self._noticed()
         self._busy, self._pause = True, _PAUSE_SECONDS[0]
         lost: set[int] = set()
+        emptied = False  # a full recovery has renewed them all: that alone loses none
         losses_before = [len(home.cluster.losses) for home in self._homes]
         try:
             while True:
@@ -225,7 +226,9 @@ class Recoverer:
                         some = decided.shards or [*self._found_lost(losses_before)]
                         if decided.scope == "full" or not some:
                             continue  # more was lost meanwhile, or all came back with their rows
-                    lost.update(decided.shards)  # one that has come back until now lost nothing
+                    if not emptied:
+                        lost.update(decided.shards)  # one that came back until now lost nothing
+                    emptied |= decided.scope == "full"
                     made = self._carry_out(decided, start)
                 except ShardLostError as error:
                     self._must_go_on(start, error)

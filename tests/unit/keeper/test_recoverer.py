@@ -18,7 +18,7 @@ from emberkeep.keeper.recoverer import Recoverer, make_recoverer
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.keeper.run_saver import save_first
 from emberkeep.runtime.pool import Pool
-from emberkeep.strategies import partial
+from emberkeep.strategies import incremental, partial
 from emberkeep.tables import Adagrad, Table
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import state, wanted_of
@@ -198,3 +198,33 @@ def test_a_shard_that_comes_back_with_its_rows_meanwhile_is_not_named_as_lost(
     assert made is not None
     assert (made.scope, made.shards) == ("partial", (1,))
     assert made.pls == pytest.approx(1 / 27)
+
+
+def test_shards_that_a_full_recovery_has_emptied_are_not_named_as_lost() -> None:
+    """When one more is lost on the way, none of them serves: only two had lost anything."""
+    cluster = local(shards=4, threads=1).open([Table("t", rows=40, dim=2)], Adagrad(lr=0.1), seed=3)
+    strategy = incremental(every=1, keep="all")
+    saver = RepositorySaver(
+        MemoryStore(), cluster, strategy, about={}, settings=SaveSettings(threads=1),
+        exclusive=False, must_exist=False, on_event=lambda *_: None, clock=VirtualClock(),
+    )  # fmt: skip
+    deaths = [2]
+
+    def go_back() -> Any:
+        if deaths:
+            cluster.kill(shard := deaths.pop())
+            raise ShardLostError([shard])
+        return saver.whole
+
+    recoverer = make_recoverer(
+        strategy, [Home(cluster, {"t": "t"})], saver, total_steps=9, steps=lambda: 2,
+        go_back=go_back, tell=lambda *_: None, clock=VirtualClock(),
+    )  # fmt: skip
+    assert recoverer is not None
+    saver.cut(1, None, recoverer.counters)
+    saver.join()
+    cluster.kill(0)
+    made = recoverer.recover(ShardLostError([0]))
+    assert made is not None
+    assert (made.scope, made.shards) == ("full", (0, 2))
+    assert recoverer.summary().failures == 2
