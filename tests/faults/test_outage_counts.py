@@ -114,6 +114,7 @@ def test_a_dead_server_does_not_take_a_silent_one_with_it() -> None:
     assert renewed == [True, False, False]
     assert job.lost_updates() == 2
     assert job.recoverer.summary().failures == 1
+    assert [details["shards"] for event, details in job.events if event == "lost"] == [[0]]
     job.close()
 
 

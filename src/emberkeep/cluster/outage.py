@@ -41,6 +41,9 @@ class HasEpoch(Protocol):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def state(self) -> str: ...
+
 
 AnyCluster = TypeVar("AnyCluster", bound=Interrupted)
 
@@ -114,8 +117,9 @@ class SaidLosses:
         self._epochs: dict[int, int] = {}
 
     def news(self, lost: ShardLostError, shards: Sequence[HasEpoch]) -> list[int]:
-        """Those that are lost and were not said to be, in this epoch."""
-        found = [i for i in lost.shards if self._epochs.get(i) != shards[i].epoch]
+        """Those that are lost and were not said to be, in this epoch; not one that is back."""
+        gone = [i for i in lost.shards if shards[i].state != "serving"]
+        found = [i for i in gone if self._epochs.get(i) != shards[i].epoch]
         self._epochs.update({i: shards[i].epoch for i in found})
         return found
 
