@@ -152,12 +152,16 @@ def _print_recoveries(made: Recoveries, result: Result) -> None:
                (("full", made.full), ("partial", made.partial), ("parity", made.parity))
                if count]  # fmt: skip
     what = "recovery" if made.full + made.partial + made.parity == 1 else "recoveries"
-    emit(
-        f"{made.failures} {'shard was' if made.failures == 1 else 'shards were'} lost; "
+    took = (
         f"{' and '.join(made_of)} {what} took "
         f"{made.seconds:.2f} s ({made.seconds / result.seconds:.1%} of the time), "
-        f"{made.repeated_steps:,} of {result.steps:,} steps were taken again, and the updates of "
-        f"{made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})"
+        f"{made.repeated_steps:,} of {result.steps:,} steps were taken again"
+        if made_of
+        else "none since the run was resumed"
+    )
+    emit(
+        f"{made.failures} {'shard was' if made.failures == 1 else 'shards were'} lost; {took}, and "
+        f"the updates of {made.pls:.2%} of the samples are lost (PLS {made.pls:.4g})"
     )
 
 
