@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import shutil
 import sys
 import threading
@@ -110,8 +111,11 @@ class EventLog:
 
     def _write(self, line: bytes) -> None:
         if self._file == _STDERR:
-            sys.stderr.write(line.decode())
-            sys.stderr.flush()
+            for start in range(0, len(line), select.PIPE_BUF):
+                if not _takes_more(_STDERR):
+                    raise BlockingIOError("nobody reads stderr")
+                sys.stderr.write(line[start : start + select.PIPE_BUF].decode())
+                sys.stderr.flush()
             return
         if os.fstat(self._file).st_size + len(line) > self._most_nbytes:
             self._rotate()
@@ -123,6 +127,14 @@ class EventLog:
         full = self._file
         self._file = _new_file(self.path, full)
         os.close(full)
+
+
+def _takes_more(file: int) -> bool:
+    """Whether a write of up to PIPE_BUF bytes does not wait: for who reads a pipe and has stopped,
+    or a terminal that was told to."""
+    ready = select.poll()
+    ready.register(file, select.POLLOUT)
+    return bool(ready.poll(0))
 
 
 def _new_file(path: str, full: int) -> int:

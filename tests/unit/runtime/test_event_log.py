@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,29 @@ def test_the_newest_directories_stay_and_those_of_living_processes(
         f"20250102T000000-{os.getpid()}-bbbb", "notes", *(path.name for path in made)
     }  # fmt: skip
     assert made[0].stat().st_mode & 0o777 == 0o700
+
+
+# On its own: a write that waits for the reader of a pipe has no end.
+STUCK = """
+import os
+read, write = os.pipe()
+os.dup2(write, 2)
+from emberkeep.runtime.event_log import EventLog
+from emberkeep.testing.virtual_clock import VirtualClock
+clock = VirtualClock()
+log = EventLog(clock=clock)
+def tell(number):
+    clock.sleep(10)
+    log("wrote", {"version": number, "why": "x" * 500 * (number % 9)})
+for number in range(300):
+    tell(number)
+assert 100 < log.failed < 300, log.failed
+before = os.read(read, 1 << 20)
+tell(999)
+assert b'"version": 0,' in before and b'"version": 999,' in os.read(read, 1 << 20)
+"""
+
+
+def test_nobody_waits_for_who_reads_stderr() -> None:
+    """A terminal that was stopped, or a pipe that its supervisor does not read."""
+    subprocess.run([sys.executable, "-c", STUCK], check=True, timeout=60)
