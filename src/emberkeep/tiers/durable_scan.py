@@ -32,12 +32,15 @@ from emberkeep._types import I64, Bools
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_index
 from emberkeep.kernels import log_records as kernels
+from emberkeep.runtime.crew import Crew
 from emberkeep.tiers.log import RowLog
 from emberkeep.tiers.record_layout import aligned
 from emberkeep.tiers.segment_index import Entry, Noted
 from emberkeep.tiers.superblock import START, Point, is_newest, unpack_bits
 from emberkeep.tiers.tiered_slab import TieredSlab
 
+# Threads that read entries, and the blocks that these speak of: small reads, that wait.
+_READERS = 16
 _LEFT = "it is left where it is, and no batch is declared durable with it"
 
 Lives = Sequence[tuple[int, int]]
@@ -101,20 +104,23 @@ def scan(slab: TieredSlab, point: Point, lives: Lives, advance: Callable[[], obj
     indexed: set[int] = set()
     read: set[int] = set()
 
-    def scan_some(segments: Sequence[int]) -> None:
-        whole, end = _Blocks(log, log.segment_blocks), _Blocks(log, 1)
-        place = aligned(log.index.place_nbytes)
+    def check(bad: int) -> None:
+        if bad >= 0:
+            raise DamageError(f"{log.path} names row {bad}, which there is not", name=log.path)
+
+    def from_index(segments: Sequence[int]) -> None:
+        place, end = aligned(log.index.place_nbytes), _Blocks(log, 1)
         for segment in segments:
-            if log.holds_head(segment) or (newest_head and not needed[segment]):
-                continue
             advance()
-            entry = log.index.find(segment, place) if needed[segment] else None
+            entry = log.index.find(segment, place)
             if entry is not None and _holds(log, segment, entry, end):
-                bad = merge_entry(segment, entry)
-            else:
-                bad = merge_blocks(segment, whole)
-            if bad >= 0:
-                raise DamageError(f"{log.path} names row {bad}, which there is not", name=log.path)
+                check(merge_entry(segment, entry))
+
+    def from_file(segments: Sequence[int]) -> None:
+        blocks = _Blocks(log, log.segment_blocks)
+        for segment in segments:
+            advance()
+            check(merge_blocks(segment, blocks))
 
     def merge_entry(segment: int, entry: Entry) -> int:
         life = entry.life - log.head.first_life
@@ -162,8 +168,18 @@ def scan(slab: TieredSlab, point: Point, lives: Lives, advance: Callable[[], obj
             )  # fmt: skip
         return bad
 
+    wanted = np.flatnonzero(needed).tolist()
+    if log.index.is_open:
+        crew = Crew(_READERS, "emberkeep-tier-opening", clock=log.clock)
+        try:
+            list(crew.map(from_index, (wanted[i::_READERS] for i in range(_READERS))))
+        finally:
+            crew.shutdown()
+    if not newest_head:
+        wanted = [s for s in range(log.states.size) if not log.holds_head(s)]
+    wanted = [segment for segment in wanted if segment not in indexed]
     threads = slab.pool.threads
-    slab.pool.run([partial(scan_some, range(i, log.states.size, threads)) for i in range(threads)])
+    slab.pool.run([partial(from_file, wanted[i::threads]) for i in range(threads)])
     return Scanned(max(log.head.first_life, min(oldest)), max(newest), indexed, read)
 
 

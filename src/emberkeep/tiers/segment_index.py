@@ -118,11 +118,14 @@ class SegmentIndex:
         except OSError as error:
             self._give_up(error)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one."""
+        return self._handle >= 0
+
     def find(self, segment: int, words: U64) -> Entry | None:
         """What the index says of a segment, if that is whole; read to `words`, which are
         `place_nbytes` long. Safe to call from several threads."""
-        if self._handle < 0:
-            return None
         view, offset = bytes_of(words), segment * self.place_nbytes
         try:
             while view:
@@ -190,7 +193,7 @@ class SegmentIndex:
             self.note_in(noted, words, block)
 
     def note_in(self, noted: Noted, words: U64, block: int) -> None:
-        """The same for a use of a segment that was begun by `blank`."""
+        """The same for a use of a segment that `blank` has made."""
         layout, block_words = self._layout, self._layout.block_nbytes // 8
         blocks = words.size // block_words
         kernels.note_records(
@@ -228,13 +231,20 @@ class SegmentIndex:
             if words is None:
                 return
             if self._handle < 0:
-                self._disk.close(self._disk.create(self.path))
-                self._handle = self._disk.open(self.path, direct=self._direct)
+                self._handle = self._open()
             self._disk.write_at(self._handle, bytes_of(words), noted.segment * self.place_nbytes)
         except MemoryError:
             pass  # this one has no entry
         except OSError as error:
             self._give_up(error)
+
+    def _open(self) -> int:
+        """The index, made if there is none; whatever is in it already harms nobody."""
+        try:
+            return self._disk.open(self.path, direct=self._direct)
+        except FileNotFoundError:
+            self._disk.close(self._disk.create(self.path))
+            return self._disk.open(self.path, direct=self._direct)
 
     def _encode(self, noted: Noted) -> U64 | None:
         taken = np.arange(self._per_block) < noted.counts[:, None]
@@ -274,7 +284,7 @@ class SegmentIndex:
         """Some segments came from the index, others were read and are to have an entry."""
         self.unchecked = unchecked
         self.missing = set() if self._given_up else missing
-        self.due = now + _FIRST_LOOK
+        self.postpone(now)
 
     def next_look(self, now: float) -> int | None:
         """A segment to look at now, if it is time and there is one."""
@@ -290,7 +300,11 @@ class SegmentIndex:
 
     def rest(self, now: float) -> float | None:
         """Seconds until the next look; None if there is nothing to look at."""
-        return max(0.001, self.due - now) if self.unchecked or self.missing else None
+        return max(_PAUSE, self.due - now) if self.unchecked or self.missing else None
+
+    def postpone(self, now: float) -> None:
+        """There is something else to care about."""
+        self.due = now + _FIRST_LOOK
 
 
 def remove(path: str, disk: Disk) -> None:

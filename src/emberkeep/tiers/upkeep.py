@@ -40,6 +40,7 @@ def run(slab: TieredSlab) -> bool:
     except EmberkeepError as error:
         # A file that cannot grow or has failed: the next call that needs room
         # raises it. A checkpoint under way is given up, but never half of one declared whole.
+        slab.log.index.postpone(slab.log.clock.monotonic())
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
             with contextlib.suppress(InvalidStateError):  # given up this very moment
