@@ -387,7 +387,8 @@ def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], objec
     kernels.count_live(slab.positions, log.slots, log.live)
     for segment in range(log.states.size):
         log.adopt(segment)
-    log.index.opened(scanned.indexed & log.kept(), scanned.read & log.kept(), log.clock.monotonic())
+    holding = set(np.flatnonzero(log.live).tolist())
+    log.index.opened(scanned.indexed & holding, scanned.read & holding, log.clock.monotonic())
     log.sequence = scanned.sequence + 1
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)

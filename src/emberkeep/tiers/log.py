@@ -267,10 +267,6 @@ class RowLog:
         elif not self.holds_head(segment):
             self._free.append(segment)
 
-    def kept(self) -> set[int]:
-        """The segments that are full, for all that is known of a file that was just opened."""
-        return set(np.flatnonzero(self.states == _SEALED).tolist())
-
     # -- which records are needed ----------------------------------------------------------------
 
     def supersede(self, records: I64, stamps: I64) -> None:

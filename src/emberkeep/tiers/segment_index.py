@@ -105,7 +105,8 @@ class SegmentIndex:
     def close(self) -> None:
         handle, self._handle = self._handle, -1
         if handle >= 0:
-            self._disk.close(handle)
+            with contextlib.suppress(OSError):
+                self._disk.close(handle)
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -292,6 +293,10 @@ class SegmentIndex:
             return None
         self.due = now + _PAUSE
         return next(iter(waiting))
+
+    def awaits_look(self, segment: int) -> bool:
+        """Whether it has rows and is still to be looked at."""
+        return segment in self.unchecked or segment in self.missing
 
     def looked_at(self, segment: int) -> None:
         """It need not be looked at any more."""

@@ -157,8 +157,12 @@ def _look(slab: TieredSlab) -> None:
             with log.using():
                 log.index.write(noted)
     except DamageError as error:
-        log.set_aside(segment, error)
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        with slab.lock:
+            needed = log.index.awaits_look(segment)  # its rows may have died meanwhile
+            if needed:
+                log.set_aside(segment, error)
+        if needed:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     finally:
         with slab.lock:
             log.index.looked_at(segment)
