@@ -69,11 +69,12 @@ class Bench:
 
     def recovery(self, ram: Contender) -> tuple[float, float]:
         """Seconds to come back from the tier's file, and to load a full checkpoint of the same
-        rows; neither is in the page cache."""
+        rows; neither is in the page cache: both of the tier's files are read past it, also the
+        index, and the checkpoint's are dropped from it."""
         store = self.root / "repository"
         repository = Repository.create(open_store(str(store)), schema=ram.cluster.schema())
         Checkpointer(repository, ram.cluster).save(1).committed.result()
-        for file in store.rglob("*"):
+        for file in (*store.rglob("*"), *(self.root / "filled").rglob("*")):
             if file.is_file():
                 handle = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -23,7 +23,7 @@ from emberkeep.repository import Repository
 from emberkeep.tables import SGD, Adagrad, Table
 from emberkeep.tiers import durable_open, tiered_slab
 from emberkeep.tiers.log import RowLog
-from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
+from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head, unpack_bits
 from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import grads_of, state, wanted_of
 from tests.unit.tiers.test_tiered_slab import tiered
@@ -181,7 +181,7 @@ def test_a_damaged_block_is_reported(tmp_path: Path) -> None:
     trained(tmp_path / "t")
     file = tmp_path / "t" / "rows-0-0.tier"
     head, _ = read_head(str(file))
-    free = durable_open.unpack_bits(head.free, head.segments)
+    free = unpack_bits(head.free, head.segments)
     segment = int(np.flatnonzero(~free)[0])
     _spoil(file, START + segment * 16384 + 100)
     with pytest.raises(DamageError, match="damaged"):

@@ -152,8 +152,9 @@ def merge_records(
 ) -> int:
     """Lets the records of one segment that are not void take part: for each row the newest wins.
 
-    A record of life l counts up to stamp `ends[l - first_life]`, and none up to `floor`. Planes by
-    row are filled at once. Returns a row that is out of range, or -1.
+    A record of life l counts up to stamp `ends[l - first_life]`, and none up to `floor`. Of a
+    record and the cleaner's copy of it the later place wins, in whatever order they are met. Planes
+    by row are filled at once. Returns a row that is out of range, or -1.
     """
     for b in range(generations.size):
         if generations[b] != generation:
@@ -171,10 +172,11 @@ def merge_records(
             row = np.int64(words[word] >> _ONE)
             if row >= rows:
                 return int(row)
-            if stamp < stamps_R[row]:
+            position = np.uint32((first_block + b) * per_block + slot + 1)
+            if stamp < stamps_R[row] or (stamp == stamps_R[row] and position < positions_R[row]):
                 continue
             stamps_R[row] = stamp
-            positions_R[row] = np.uint32((first_block + b) * per_block + slot + 1)
+            positions_R[row] = position
             mask = _ONE << np.uint64(row & 63)
             if words[word] & _ONE:
                 touched[row >> 6] &= ~mask

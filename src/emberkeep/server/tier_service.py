@@ -63,7 +63,7 @@ class ServerTier:
         there before; nothing of them is changed."""
         here, disk = self.directory(shard), DISK()
         beside = os.path.join(here, DAMAGED)
-        names = [name for name in os.listdir(here) if name.endswith(".tier")]
+        names = [name for name in os.listdir(here) if name.endswith((".tier", ".index"))]
         claims = [
             claim(os.path.join(here, n), exclusive=self.tier.exclusive, disk=disk) for n in names
         ]

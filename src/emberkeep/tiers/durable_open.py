@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 
-from emberkeep._types import I64, Json
+from emberkeep._types import Json
 from emberkeep.blobs.system_disk import Disk
 from emberkeep.errors import ConfigError, DamageError, StateError, TierError
 from emberkeep.kernels import batch_rows
@@ -28,10 +26,11 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.fields import Fields
 from emberkeep.runtime.pool import ForkLock, Pool
 from emberkeep.tables import Optimizer, Table, Tier
-from emberkeep.tiers import directory, upkeep
+from emberkeep.tiers import directory, segment_index, upkeep
 from emberkeep.tiers.decisions import Decisions, took_place
+from emberkeep.tiers.durable_scan import scan
 from emberkeep.tiers.log import MOST_ROWS, RowLog
-from emberkeep.tiers.record_layout import Layout, aligned
+from emberkeep.tiers.record_layout import Layout
 from emberkeep.tiers.superblock import (
     START,
     Point,
@@ -39,7 +38,6 @@ from emberkeep.tiers.superblock import (
     check_schema,
     create,
     read_head,
-    unpack_bits,
 )
 from emberkeep.tiers.tiered_slab import TieredSlab
 
@@ -355,6 +353,7 @@ def _open_log(
             else:
                 area_nbytes = _segment_nbytes(SEGMENT_NBYTES, layout)
                 head, sequence = create(path, schema, SEGMENT_NBYTES, area_nbytes, disk)
+                segment_index.remove(path, disk)
             return RowLog(path, head, sequence, layout, disk, claim, clock)
         except BaseException:
             claim.release()
@@ -376,7 +375,7 @@ def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], objec
         *(p.sequence for p in (log.head.prepared, log.head.committed) if p is not None),
     )
     lives = (*log.head.lives, (point.stamp, synced))
-    first_life, last = _scan(slab, point, lives, advance)
+    scanned = scan(slab, point, lives, advance)
     found = int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
     if found != point.rows:
         raise DamageError(
@@ -388,12 +387,14 @@ def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], objec
     kernels.count_live(slab.positions, log.slots, log.live)
     for segment in range(log.states.size):
         log.adopt(segment)
-    log.sequence = last + 1
+    holding = set(np.flatnonzero(log.live).tolist())
+    log.index.opened(scanned.indexed & holding, scanned.read & holding, log.clock.monotonic())
+    log.sequence = scanned.sequence + 1
     slab.stamp, slab.trained, slab.floor = point.stamp, found, point.floor
     _rebuild(slab, point)
-    kept = lives[first_life - log.head.first_life :]
+    kept = lives[scanned.first_life - log.head.first_life :]
     changes = {
-        "prepared": None, "committed": point, "first_life": first_life, "lives": kept,
+        "prepared": None, "committed": point, "first_life": scanned.first_life, "lives": kept,
         "synced": synced,
     }  # fmt: skip
     log.reserve_head(**changes, **log.free_now())
@@ -417,97 +418,6 @@ def _check_length(path: str, head: Superblock, layout: Layout) -> None:
 
 def _segment_nbytes(nbytes: int, layout: Layout) -> int:
     return layout.segment_blocks(nbytes) * layout.block_nbytes
-
-
-def _scan(
-    slab: TieredSlab, point: Point, lives: Sequence[tuple[int, int]], advance: Callable[[], object]
-) -> tuple[int, int]:
-    """Reads all segments in parallel and keeps the newest record of each row that counts.
-
-    Returns the oldest life that has a block in the file, and the highest sequence number.
-    """
-    log = slab.log
-    extra = max(0, (os.path.getsize(log.path) - START)) // (log.segment_blocks * log.block_nbytes)
-    log.resize(max(log.head.segments, extra))
-    stamps_R = np.zeros(slab.rows, np.int64)
-    ends, last = (np.array(part, np.int64) for part in zip(*lives, strict=True))
-    needed = np.zeros(log.states.size, np.bool_)
-    try:
-        needed[: log.head.segments] = ~unpack_bits(log.head.free, log.head.segments)
-    except ValueError as error:
-        raise DamageError(
-            f"{log.path} does not say which segments are free: {error}", name=log.path
-        ) from error
-    for area in log.head.areas:
-        needed[list(area)] = False
-    merging = threading.Lock()
-    oldest, newest = [log.head.life + 1], [point.sequence]
-
-    def scan(segments: Sequence[int]) -> None:
-        words = aligned(log.segment_blocks * log.block_nbytes)
-        generations = np.empty(log.segment_blocks, np.int64)
-        sequences = np.empty(log.segment_blocks, np.int64)
-        block_words = log.block_nbytes // 8
-        for segment in segments:
-            if log.holds_head(segment):
-                continue
-            words[:] = 0
-            log.read_segment(segment, words)
-            advance()
-            first_block = segment * log.segment_blocks
-            kernels.check_blocks(
-                words, block_words, log.per_block, first_block, log.salt, generations, sequences
-            )
-            generation = int(generations.max(initial=-1))
-            whole = generations >= 0
-            if needed[segment]:
-                _check_holes(log, segment, generations == generation, sequences, words, lives)
-            if generation <= 0:
-                continue
-            found_lives = (words[1::block_words] >> np.uint64(32)).astype(np.int64)
-            with merging:
-                oldest.append(int(found_lives[whole].min()))
-                newest.append(int(sequences.max()))
-                log.generations[segment] = generation
-            if not needed[segment]:
-                continue  # free when the head was written: whatever it holds is dead or younger
-            place = np.clip(found_lives - log.head.first_life, 0, len(lives) - 1)
-            generations[sequences > last[place]] = -1
-            with merging:
-                bad = kernels.merge_records(
-                    words, block_words, log.per_block, log.layout.record_words, first_block,
-                    generations, generation, log.head.first_life, ends, point.floor, slab.rows,
-                    stamps_R, slab.positions, slab.touched, log.layout.addresses,
-                    log.layout.widths, log.layout.by_row,
-                )  # fmt: skip
-            if bad >= 0:
-                raise DamageError(f"{log.path} names row {bad}, which there is not", name=log.path)
-
-    threads = slab.pool.threads
-    slab.pool.run([partial(scan, range(i, log.states.size, threads)) for i in range(threads)])
-    return max(log.head.first_life, min(oldest)), max(newest)
-
-
-def _check_holes(
-    log: RowLog, segment: int, whole: np.ndarray, sequences: I64, words: np.ndarray,
-    lives: Sequence[tuple[int, int]],
-) -> None:  # fmt: skip
-    """A segment is filled from its start by one life: what that life had synced must be there."""
-    lost = whole.size
-    there = np.flatnonzero(whole & (sequences >= 0))
-    if there.size:
-        first = int(there[0])
-        life = int(words[first * (log.block_nbytes // 8) + 1] >> np.uint64(32))
-        life -= log.head.first_life
-        ended = lives[life][1] if 0 <= life < len(lives) else -1
-        expected = sequences[first] - first + np.arange(whole.size)
-        lost = int((~whole & (expected <= ended)).sum())
-    if lost:
-        raise DamageError(
-            f"{log.path}, segment {segment}: {lost} blocks that were durable are damaged; nothing "
-            "was changed. Check the disk, and restore a version of a repository into a new tier",
-            name=log.path,
-        )
 
 
 def _rebuild(slab: TieredSlab, point: Point) -> None:

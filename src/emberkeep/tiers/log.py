@@ -31,6 +31,7 @@ from emberkeep.runtime.system_calls import read_at
 from emberkeep.tiers import directory
 from emberkeep.tiers.directory import Claim
 from emberkeep.tiers.record_layout import BLOCK, Layout, aligned, bytes_of
+from emberkeep.tiers.segment_index import SegmentIndex
 from emberkeep.tiers.superblock import (
     ROOM,
     SLOT_NBYTES,
@@ -105,6 +106,9 @@ class RowLog:
         self.slots = self.segment_blocks * self.per_block
         self.salt = np.uint64(head.salt)
         self.handle, self.direct = directory.open_file(path, disk, claim)
+        self.index = SegmentIndex(
+            path, self.salt, layout, self.per_block, self.segment_blocks, disk, direct=self.direct
+        )
         self.generations: I64
         self.live: I64
         self._unwritten: I64
@@ -140,11 +144,13 @@ class RowLog:
             handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
+            self.index.close()
         self._claim.release()
 
     def __del__(self) -> None:
         if getattr(self, "handle", -1) >= 0:
             os.close(self.handle)
+            self.index.close()
 
     # -- appending -------------------------------------------------------------------------------
 
@@ -182,8 +188,11 @@ class RowLog:
                 self._add_segment()
             self._active = self._free.pop()
             self.states[self._active] = _ACTIVE
-            self.generations[self._active] += 1
+            # Above that of every use in an earlier life, whatever of that reached the medium.
+            used = max(int(self.generations[self._active]), self.head.life << 32)
+            self.generations[self._active] = used + 1
             self._superseded.begin_segment(self._active)
+            self.index.begin(self._active, used + 1, self.head.life, self.sequence)
             self._filled = 0
         wanted = -(-records // self.per_block)
         blocks = min(wanted, self.segment_blocks - self._filled)
@@ -211,11 +220,13 @@ class RowLog:
                 self.head.life, extent.sequence, extent.generation, extent.block, self.salt,
             )  # fmt: skip
             self.disk.write_at(self.handle, bytes_of(extent.words), offset)
+            self.index.note(extent.segment, extent.words, extent.block % self.segment_blocks)
 
     def written(self, extent: Extent) -> None:
         """Notes, under the lock, that an extent is in the file."""
         self.changed = True
         self._unwritten[extent.segment] -= 1
+        self.index.written(extent.segment, extent.words)
 
     def _add_segment(self) -> None:
         number = self.states.size
@@ -298,6 +309,7 @@ class RowLog:
         One that is damaged is not: its next bytes might not last either.
         """
         self.states[segment] = _FREE
+        self.index.forget(segment)
         if self._damaged.pop(segment, None) is not None:
             return
         self._limbo.append((segment, self._turn))
@@ -368,11 +380,10 @@ class RowLog:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def read_segment(self, segment: int, words: U64) -> None:
-        """All bytes of a segment; what lies beyond the end of the file is zero."""
-        nbytes = self.segment_blocks * self.block_nbytes
-        view = bytes_of(words)[:nbytes]
-        offset = START + segment * nbytes
+    def read_segment(self, segment: int, words: U64, first: int = 0) -> None:
+        """The blocks of a segment from one on; what lies beyond the end of the file stays."""
+        view = bytes_of(words)
+        offset = START + (segment * self.segment_blocks + first) * self.block_nbytes
         while view:
             got = read_at(self.handle, view, offset)
             if not got:

@@ -136,17 +136,7 @@ def slot(text: bytes, sequence: int, area: Extents = ()) -> bytes:
 
 def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
     """The newest whole head and its sequence number."""
-    slots = file.read(2 * SLOT_NBYTES)
-    found: list[tuple[int, Fields]] = []
-    for at in (0, SLOT_NBYTES):
-        taken = slots[at : at + SLOT_NBYTES]
-        if len(taken) < _HEAD.size:
-            continue
-        magic, sequence, length, checksum = _HEAD.unpack_from(taken)
-        text = taken[_HEAD.size : _HEAD.size + length]
-        if magic == _MAGIC and xxhash.xxh3_64_intdigest(text, seed=sequence) == checksum:
-            found.append((sequence, Fields(path, parse(path, text))))
-    for sequence, head in sorted(found, key=lambda entry: -entry[0]):
+    for sequence, head in sorted(_whole_slots(file, path), key=lambda entry: -entry[0]):
         if head.number("format", least=1) > FORMAT:
             raise FormatError(f"{path} was written by a newer release of emberkeep: upgrade")
         whole = _from_area(file, path, head) if "area" in head else head
@@ -158,6 +148,31 @@ def _decode(file: BinaryIO, path: str) -> tuple[Superblock, int]:
         "repository",
         name=path,
     )
+
+
+def _whole_slots(file: BinaryIO, path: str) -> list[tuple[int, Fields]]:
+    """What the slots say, each with its sequence number."""
+    slots = file.read(2 * SLOT_NBYTES)
+    found: list[tuple[int, Fields]] = []
+    for at in (0, SLOT_NBYTES):
+        taken = slots[at : at + SLOT_NBYTES]
+        if len(taken) < _HEAD.size:
+            continue
+        magic, sequence, length, checksum = _HEAD.unpack_from(taken)
+        text = taken[_HEAD.size : _HEAD.size + length]
+        if magic == _MAGIC and xxhash.xxh3_64_intdigest(text, seed=sequence) == checksum:
+            found.append((sequence, Fields(path, parse(path, text))))
+    return found
+
+
+def is_newest(path: str) -> bool:
+    """Whether the head that `read_head` finds is for certain the last one that was written: both
+    slots are whole, and the other one has the head before it."""
+    with open(path, "rb") as file:
+        numbers = sorted(sequence for sequence, _ in _whole_slots(file, path))
+        file.seek(0)
+        newest = _decode(file, path)[1]
+    return numbers == [newest - 1, newest]
 
 
 def _from_area(file: BinaryIO, path: str, place: Fields) -> Fields | None:

@@ -14,7 +14,8 @@ class TierStatus:
 
     `batch` is durable; `direct` says whether reads and writes pass by the page cache, `deep`
     whether many are under way from one thread. `waits` counts how often a caller had to make room
-    itself, `reads` and `appended` records, `damaged` segments that hold rows and cannot be read.
+    itself, `reads` and `appended` records, `damaged` segments that hold rows and cannot be read,
+    `unchecked` those that opening took from the index and nobody has read yet.
     Of `pulled` rows `missed` were not in memory; callers stood still for `wait_seconds` until rows
     were read or had made room. All of them count since the file was opened.
     """
@@ -32,6 +33,7 @@ class TierStatus:
     pulled: int
     missed: int
     wait_seconds: float
+    unchecked: int = 0
 
     @property
     def hit_rate(self) -> float:

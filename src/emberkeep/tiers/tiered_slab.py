@@ -171,11 +171,12 @@ class TieredSlab(Slab):
             path=log.path, batch=self.batch, direct=log.direct, deep=self.loads.reads.deep,
             frames=self.frames.count, waits=self.waits, reads=log.reads, appended=log.appended,
             segments=log.states.size, damaged=log.damaged, pulled=self.pulled, missed=self.missed,
-            wait_seconds=self._waited + self.loads.waited,
+            wait_seconds=self._waited + self.loads.waited, unchecked=len(log.index.unchecked),
         )  # fmt: skip
 
     def _keep_up(self) -> float | None:
-        return 0 if self._upkeep_round(self) else None
+        more = self._upkeep_round(self)
+        return 0 if more else self.log.index.rest(self.log.clock.monotonic())
 
     def _wake(self) -> None:
         """Has upkeep do a round, if it would find anything to do."""

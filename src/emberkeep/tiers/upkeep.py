@@ -1,4 +1,5 @@
-"""What a tiered slab does between pulls and pushes: evict, save, clean.
+"""What a tiered slab does between pulls and pushes: evict, save, clean, and look through what
+opening has not read.
 
 Each round does a little of each under a short lock and writes without it, so that a pull never
 waits for longer than a slice.
@@ -15,6 +16,7 @@ import numpy as np
 from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
+from emberkeep.tiers.durable_scan import look_at
 from emberkeep.tiers.log import Extent
 from emberkeep.tiers.record_layout import aligned
 from emberkeep.tiers.superblock import Point
@@ -30,10 +32,15 @@ def run(slab: TieredSlab) -> bool:
         more = _write_waiting(slab)
         more = _evict(slab) or more
         more = _save(slab) or more
-        return _clean(slab) or more
+        _write_index(slab)
+        more = _clean(slab) or more
+        if not more:
+            _look(slab)
+        return more
     except EmberkeepError as error:
         # A file that cannot grow or has failed: the next call that needs room
         # raises it. A checkpoint under way is given up, but never half of one declared whole.
+        slab.log.index.postpone(slab.log.clock.monotonic())
         saving = slab.saving
         if saving is not None and not saving.prepared.done():
             with contextlib.suppress(InvalidStateError):  # given up this very moment
@@ -120,6 +127,46 @@ def _save(slab: TieredSlab) -> bool:
             with contextlib.suppress(InvalidStateError):  # closed this very moment
                 saving.prepared.set_result(point)
     return False
+
+
+def _write_index(slab: TieredSlab) -> None:
+    """Tells the index of segments that are full and in the file; it fails nothing."""
+    index = slab.log.index
+    if not index.ready:
+        return
+    with slab.lock:
+        ready, index.ready = index.ready, []
+    with slab.log.using():
+        for noted in ready:
+            index.write(noted)
+
+
+def _look(slab: TieredSlab) -> None:
+    """Checks one of the segments that opening has not read, or writes the entry of one that had
+    none, if it is time for one. Damage is reported, and left where it is."""
+    log = slab.log
+    with slab.lock:
+        segment = log.index.next_look(log.clock.monotonic())
+        if segment is None:
+            return
+        turn = log.begin_reading()
+        missing = segment in log.index.missing
+    try:
+        noted = look_at(log, segment)
+        if missing and noted is not None:
+            with log.using():
+                log.index.write(noted)
+    except DamageError as error:
+        with slab.lock:
+            needed = log.index.awaits_look(segment)  # its rows may have died meanwhile
+            if needed:
+                log.set_aside(segment, error)
+        if needed:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+    finally:
+        with slab.lock:
+            log.index.looked_at(segment)
+            log.end_reading(turn)
 
 
 def _clean(slab: TieredSlab) -> bool:

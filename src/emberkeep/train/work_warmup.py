@@ -27,7 +27,7 @@ from emberkeep.inference.follower import Follower
 from emberkeep.inspect.difference import compare
 from emberkeep.inspect.summary import check
 from emberkeep.keeper.keeper import Keeper
-from emberkeep.kernels import galois, job_events, log_records
+from emberkeep.kernels import galois, job_events, log_index, log_records
 from emberkeep.nn.embeddings import EmbeddingBags
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.repository.policies import LAYOUTS
@@ -232,6 +232,14 @@ def _rare() -> None:
     positions = np.zeros(2, np.uint32)
     log_records.list_live(words, 512, 1, 8, 0, numbers, 1, positions, numbers, numbers)
     log_records.move_records(words, 512, 1, 8, 0, words, numbers[:1])
+    octets, by_row = np.zeros((1, 8), np.uint8), np.zeros(1, np.bool_)
+    log_index.note_records(
+        words, 512, 1, 8, 0, 0, numbers, by_row, octets[0], words[:2].reshape(1, 2), octets
+    )
+    log_index.merge_entry(
+        octets[0], words, 0, octets, 0, 1, 0, 0, 0, 1, numbers, positions, words, numbers, numbers,
+        by_row,
+    )  # fmt: skip
     times, counts = np.ones((1, 1)), np.ones((1, 1), np.int64)
     job_events.run_jobs(
         times, counts, counts, job_events.FULL, 1.0, 1, 1.0, 0.0, 1, 0.0, 0.0, 1.0, 0.0, 1, 1.0, 0,

@@ -105,6 +105,18 @@ def test_rows_are_lost_with_a_file_of_the_tier(
     assert server.service.epoch is None
 
 
+def test_the_index_goes_with_its_file(tmp_path: Path) -> None:
+    tier, here = ServerTier(Tier(tmp_path / "t", memory=100_000)), tmp_path / "t" / "shard-1"
+    (here / "damaged").mkdir(parents=True)
+    names = {"rows-1-0.index", "rows-1-0.tier", "rows-1-1.tier"}
+    for name in names:
+        (here / name).write_bytes(b"rows")
+    (here / "damaged" / "rows-1-1.index").write_bytes(b"of the files before")
+    assert tier.move_damaged(1) == str(here / "damaged")
+    assert {file.name for file in (here / "damaged").iterdir()} == names
+    assert {file.name for file in here.iterdir()} == {"damaged", "lock"}
+
+
 def test_every_file_that_a_shard_has_is_known_for_one(tmp_path: Path) -> None:
     tier = ServerTier(Tier(tmp_path / "t", memory=100_000))
     tables = tier.holding(TABLES, 12)
