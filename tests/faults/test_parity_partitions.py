@@ -25,7 +25,7 @@ from emberkeep.tables import Adagrad, Table
 from emberkeep.testing.local_transport import LocalNetwork, LocalServers, LocalTransport, Rule
 from emberkeep.testing.virtual_clock import VirtualClock
 from tests.contracts.engine import state, wanted_of
-from tests.waiting import until
+from tests.waiting import passing, until
 
 SECOND = timedelta(seconds=1)
 TIMING = Timing(deadline=SECOND, lease=15 * SECOND)
@@ -38,6 +38,7 @@ class CutNetwork(LocalNetwork):
     def __init__(self) -> None:
         super().__init__(VirtualClock())
         self.cuts: set[tuple[str, str]] = set()
+        self.refused: set[tuple[str, str]] = set()
         self.said: list[tuple[str, dict[str, Any]]] = []
 
     def start(self, address: str) -> ShardService:
@@ -47,12 +48,14 @@ class CutNetwork(LocalNetwork):
 
     def cut(self, *pairs: tuple[int, int]) -> None:
         self.cuts = {(f"server-{a}", f"server-{b}") for a, b in pairs}
+        self.refused.clear()
 
     def deliver(
         self, sender: LocalTransport, server: str, kind: str, deadline: timedelta,
         work: Callable[[ShardService], Any],
     ) -> Any:  # fmt: skip
         if (sender.name, server) in self.cuts:
+            self.refused.add((sender.name, server))
             raise ServerError(f"{server}: {kind} failed: it cannot be reached")
         return super().deliver(sender, server, kind, deadline, work)
 
@@ -145,7 +148,13 @@ def test_training_goes_on_and_parity_comes_back(
         began = run.network.clock.now().timestamp()
         run.network.cut(*cuts)
         run.push(3)
+        # In the background a thread sends, as soon as the machine lets it.
+        until(lambda: run.network.refused >= run.network.cuts, "messages that cannot be sent")
         run.pass_time(TIMING.deadline.total_seconds() + 2)
+        passing(
+            run.network.clock, lambda: run.status.left_out_hosts == len(cuts), "hosts left out",
+            step=SECOND,
+        )  # fmt: skip
         run.push(2)
         status = run.status
         assert not status.protected

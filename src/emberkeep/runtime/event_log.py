@@ -131,7 +131,7 @@ class EventLog:
 
 def _takes_more(file: int) -> bool:
     """Whether a write of up to PIPE_BUF bytes does not wait: for who reads a pipe and has stopped,
-    or a terminal that was told to."""
+    or a terminal with Ctrl-S."""
     ready = select.poll()
     ready.register(file, select.POLLOUT)
     return bool(ready.poll(0))
