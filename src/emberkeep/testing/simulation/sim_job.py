@@ -200,12 +200,21 @@ class Leader:
             job.parities_checked += check_parity(job.world.network, self.cluster)
 
     def _cut(self) -> None:
-        self.saver.cut(self.steps, None, self._counters)
+        self.saver.cut(self.steps, None, self._counted())
+
+    def _counted(self) -> Callable[[], Json]:
+        """What is asked for the counters when the rows are frozen. A trainer that stops in between
+        may have had them in time."""
+        began = self._clock.monotonic()
+
+        def counters() -> Json:
+            if not self._leads:
+                self._refuse("froze rows", began)
+            return self._counters()
+
+        return counters
 
     def _counters(self) -> Json:
-        """Asked for when the rows are frozen."""
-        if not self._leads:
-            raise SimulationError(f"{self.process} was replaced, and has frozen rows after that")
         return {**self.recoverer.counters(), "instant": self.job.model.instant()}
 
     def _finish(self) -> bool:
@@ -215,7 +224,7 @@ class Leader:
             self.cluster.table_state()  # somebody has to notice what is lost meanwhile
             self._clock.sleep(1.0)
         try:
-            self.saver.finish(self.steps, None, self._counters)
+            self.saver.finish(self.steps, None, self._counted())
         except SaveError as error:
             job.world.tell(f"the last save failed: {error}")
             self._clock.sleep(1.0)
@@ -236,9 +245,10 @@ class Leader:
     # -- what was lost ---------------------------------------------------------------------------
 
     def _resume(self) -> None:
+        began = self._clock.monotonic()
         restored = self.saver.restore()
         if restored is not None:
-            self._go_to(restored.manifest)
+            self._go_to(restored.manifest, began)
             self.job.resumes += 1
             self.job.world.tell(f"{self.process} resumes step {self.steps}")
             return
@@ -246,15 +256,17 @@ class Leader:
         self.saver.wait()
 
     def _go_back(self) -> Manifest | None:
+        began = self._clock.monotonic()
         restored = self.saver.restore()
         if restored is None:
             return None
-        self._go_to(restored.manifest)
+        self._go_to(restored.manifest, began)
         return restored.manifest
 
-    def _go_to(self, manifest: Manifest) -> None:
+    def _go_to(self, manifest: Manifest, began: float) -> None:
         if not self._leads:
-            raise SimulationError(f"{self.process} was replaced, and has loaded rows after that")
+            self._refuse("loaded rows", began)
+            return
         self.job.model.go_back(int(manifest.counters["instant"]))
         self.job.went_back = True
         self.steps = manifest.step
