@@ -261,8 +261,12 @@ def test_what_versions_cost_is_printed_one_by_one(tmp_path: Path) -> None:
         costs["core_seconds"]
     )
     assert all(cost["core_seconds"] > 0 and cost["pause_ms"] > 0 for cost in costs["each"])
+    held = sum(cost["held_ms"] for cost in costs["each"])
+    assert held == pytest.approx(1e3 * costs["held_seconds"])
+    assert costs["stall_seconds"] > costs["held_seconds"]
     printed = CliRunner().invoke(app, ["train", "--demo", *arguments, "--fresh"])
     assert "core-seconds were spent on them" in printed.stdout
+    assert "of which pushes were held up" in printed.stdout
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def _print_costs(costs: Costs, result: Result) -> None:
         f"{saved} saved beside training: it paused for "
         f"{costs.pause_ms_median:.1f} ms each (median; {costs.pause_ms_max:.1f} ms at most) and "
         f"stood still for {costs.stall_seconds:.2f} s in all "
-        f"({costs.stall_seconds / result.seconds:.1%} of the time)"
+        f"({costs.stall_seconds / result.seconds:.1%} of the time), of which pushes were held up "
+        f"for {costs.held_seconds:.2f} s by copies of their rows"
     )
     emit(f"{_size(costs.written_nbytes)} were written; {where} keeps {_size(costs.kept_nbytes)}")
     for line in _more_costs(costs):

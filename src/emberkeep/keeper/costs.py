@@ -27,7 +27,11 @@ _MOST_VERSIONS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionCost:
-    """What one version has cost."""
+    """What one version has cost.
+
+    Training stands still for `pause_ms` and then for `held_ms`. `slowdown_ms` is what steps show of
+    both and of everything else that the save takes from them (cores, memory): never add it to them.
+    """
 
     version: int | None
     """Its number; a tier has none."""
@@ -36,13 +40,17 @@ class VersionCost:
     nbytes: int
     pause_ms: float
     """How long training stood still while it was cut."""
+    held_ms: float
+    """How long pushes were held up between the cut and the commit: they copied rows that they were
+    about to change, or waited for room for that. Shards of this process one after another; of
+    servers that of the slowest. A batch of a tier holds none up."""
     slowdown_ms: float | None
     """How much longer the steps took from the cut to the commit than as many without a save beside
-    them, by their median: the stall. None if too few steps were seen to say; noise may make it
-    negative."""
+    them, by their median: the stall, `pause_ms` and `held_ms` included. None if too few steps
+    were seen to say; noise may make it negative."""
     core_seconds: float | None
-    """Processor time of this process for it, without that of servers and of later extraction; None
-    where it is not counted."""
+    """Processor time of the threads that wrote it, those of servers included; without that of
+    pushes and of later extraction. None where it is not counted."""
     commit_seconds: float
 
 
@@ -57,17 +65,23 @@ class Costs:
     """How long training stood still when a version was cut."""
     pause_ms_max: float
     stall_seconds: float
-    """How long training stood still for the keeper in all: cuts, waits for an earlier version to
-    be written, and rows copied before they were overwritten."""
+    """How long training stood still for the keeper in all: cuts (`pause_seconds`), waits for an
+    earlier version to be written, and rows copied before they were overwritten (`held_seconds`, of
+    versions that were committed)."""
     commit_seconds_median: float
     """From the cut until the version was durable."""
     written_nbytes: int
     kept_nbytes: int
     """What the repository holds now, older versions included."""
+    pause_seconds: float = 0.0
+    """How long training stood still while versions were cut, in all."""
+    held_seconds: float = 0.0
+    """The sum of `held_ms` of all versions."""
     core_seconds: float | None = None
     """Processor time for all versions; None where it is not counted."""
     slowdown_seconds: float | None = None
-    """The sum of `slowdown_ms` of those versions of which it is known; None if of none."""
+    """The sum of `slowdown_ms` of those versions of which it is known; None if of none. It is
+    measured by steps, `stall_seconds` by what stands still: each holds most of the other."""
     each: tuple[VersionCost, ...] = ()
     """The last thousand versions, one by one."""
     mirror: MirrorStatus | None = None
@@ -128,7 +142,8 @@ class Ledger:
         # Of versions that are whole, and of prioritised ones.
         self._saving_seconds = {True: 0.0, False: 0.0}
         self._saved = {True: 0, False: 0}
-        self.stall_seconds = 0.0
+        self._stood_seconds = 0.0
+        self._held_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
         self.cancelled = 0
@@ -190,6 +205,11 @@ class Ledger:
             self._slowdown_seconds = (self._slowdown_seconds or 0.0) + slowdown
             self._replace(beside.cost, slowdown_ms=slowdown * 1e3)
 
+    @property
+    def stall_seconds(self) -> float:
+        """Pushes run outside of `stalling`: nothing is counted twice."""
+        return self._stood_seconds + self._held_seconds
+
     @contextmanager
     def stalling(self) -> Iterator[None]:
         """A body in which training stands still."""
@@ -197,7 +217,7 @@ class Ledger:
         try:
             yield
         finally:
-            self.stall_seconds += self._clock.monotonic() - start
+            self._stood_seconds += self._clock.monotonic() - start
 
     def timed(self, hook: Hook) -> Hook:
         def timed(*given: Any) -> None:
@@ -216,6 +236,7 @@ class Ledger:
                 self._commits_ms.append(details["commit_ms"])
                 self._saved[details["whole"]] += 1
                 self._saving_seconds[details["whole"]] += details["held_seconds"]
+                self._held_seconds += details["held_seconds"]
                 self.written_nbytes += details["nbytes"]
                 self.version = details["version"] or 0  # a tier has none
                 beside = self._beside if self._beside and not self._beside.ended else None
@@ -223,6 +244,7 @@ class Ledger:
                     version=details["version"], step=details["step"], kind=details["kind"],
                     nbytes=details["nbytes"], slowdown_ms=None,
                     pause_ms=details["pause_ms"],
+                    held_ms=details["held_seconds"] * 1e3,
                     core_seconds=details.get("core_seconds"),
                     commit_seconds=details["commit_ms"] / 1e3,
                 )  # fmt: skip
@@ -253,6 +275,8 @@ class Ledger:
                 commit_seconds_median=statistics.median(self._commits_ms or [0.0]) / 1e3,
                 written_nbytes=self.written_nbytes,
                 kept_nbytes=kept_nbytes,
+                pause_seconds=sum(self._pauses_ms) / 1e3,
+                held_seconds=self._held_seconds,
                 core_seconds=self._core_seconds,
                 slowdown_seconds=self._slowdown_seconds,
                 each=tuple(self._each),
@@ -306,6 +330,9 @@ class Ledger:
                  sum(self._pauses_ms) / 1e3),
                 ("pause_seconds_max", "gauge", "the longest of these", max(
                     self._pauses_ms, default=0.0) / 1e3),
+                ("held_seconds_total", "counter",
+                 "pushes were held up by copies of rows that versions had yet to read",
+                 self._held_seconds),
                 ("stall_seconds_total", "counter", "training stood still for the keeper in all",
                  self.stall_seconds),
                 ("commit_seconds_last", "gauge", "from cut to durable, of the newest version",

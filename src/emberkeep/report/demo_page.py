@@ -178,7 +178,7 @@ def _cost_of_each(page: Page, costs: Costs) -> None:
     def row(name: str, cost: VersionCost) -> Sequence[object]:
         return (
             name, cost.step, _kind_text(cost.kind), _megabytes(cost.nbytes),
-            f"{cost.pause_ms:.2f} ms",
+            f"{cost.pause_ms:.2f} ms", f"{cost.held_ms:.2f} ms",
             unknown if cost.slowdown_ms is None else f"{cost.slowdown_ms:+.0f} ms",
             unknown if cost.core_seconds is None else f"{1e3 * cost.core_seconds:.0f} ms",
         )  # fmt: skip
@@ -186,17 +186,18 @@ def _cost_of_each(page: Page, costs: Costs) -> None:
     slowdown, cores = costs.slowdown_seconds, costs.core_seconds
     page.heading("What versions cost")
     page.text(
-        "Pause: training stood still. Stall: how much longer the steps from cut to commit took "
-        "than as many without a save, by their median. Cores: processor time of the writing "
+        "Pause: training stood still for the cut. Held: pushes copied rows before they changed "
+        "them. Stall: how much longer the steps from cut to commit took than as many without a "
+        "save, by their median, pause and held included. Cores: processor time of the writing "
         "threads."
     )
     page.table(
-        ["version", "step", "holds", "bytes", "pause", "stall", "cores"],
+        ["version", "step", "holds", "bytes", "pause", "held", "stall", "cores"],
         [
             *(row(str(cost.version or ""), cost) for cost in costs.each[-_MOST_LINES:]),
             (
                 f"all {costs.versions}", "", "", _megabytes(costs.written_nbytes),
-                f"{sum(cost.pause_ms for cost in costs.each):.2f} ms",
+                f"{1e3 * costs.pause_seconds:.2f} ms", f"{1e3 * costs.held_seconds:.2f} ms",
                 unknown if slowdown is None else f"{1e3 * slowdown:+.0f} ms",
                 unknown if cores is None else f"{1e3 * cores:.0f} ms",
             ),

@@ -26,11 +26,13 @@ class Training:
             self.clock.advance(timedelta(milliseconds=each))
             self.ledger.step += 1
 
-    def saved(self, version: int, core_seconds: float | None = 0.5) -> None:
+    def saved(
+        self, version: int, core_seconds: float | None = 0.5, *, held_seconds: float = 0.0
+    ) -> None:
         details = {
             "version": version, "step": self.ledger.step, "kind": "full", "nbytes": 100,
             "pause_ms": 1.0, "commit_ms": 70.0, "core_seconds": core_seconds, "whole": True,
-            "held_seconds": 0.0,
+            "held_seconds": held_seconds,
         }  # fmt: skip
         self.ledger.hear("saved", details)
 
@@ -57,6 +59,24 @@ def test_the_stall_is_what_steps_beside_a_save_take_longer() -> None:
     assert costs.slowdown_seconds == pytest.approx(0.042)
     assert costs.core_seconds == 0.5
     assert (costs.versions, costs.written_nbytes, costs.kept_nbytes) == (2, 200, 7)
+
+
+def test_pushes_that_wait_for_copies_are_part_of_the_time_that_training_stood_still() -> None:
+    run = Training()
+    with run.ledger.stalling():
+        run.clock.advance(timedelta(milliseconds=4))
+        run.cut()
+    run.saved(1, held_seconds=0.25)
+    run.cut()
+    run.saved(2, held_seconds=0.5)
+    costs = run.ledger.costs(0)
+    assert [cost.held_ms for cost in costs.each] == [250, 500]
+    assert (costs.held_seconds, costs.pause_seconds) == (0.75, 0.006)
+    assert costs.stall_seconds == pytest.approx(0.754)
+    assert run.ledger.counters()["stall_seconds"] == 0.754
+    page = run.ledger.exposition()
+    assert "emberkeep_held_seconds_total 0.75\n" in page
+    assert "emberkeep_stall_seconds_total 0.754\n" in page
 
 
 def test_too_few_steps_say_nothing() -> None:
