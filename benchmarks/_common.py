@@ -8,12 +8,15 @@ A full run also writes `results/<name>.json` and `results/<name>.md`, with machi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
 import statistics
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -85,6 +88,31 @@ def timed(step: Callable[[], None], count: int) -> list[float]:
         step()
         times.append(time.perf_counter() - start)
     return times
+
+
+@contextmanager
+def instructions() -> Iterator[Callable[[], int | None]]:
+    """How many instructions all threads, and what they start, have run since; None where the
+    machine offers no count of them (perf_event_open)."""
+    number = {"x86_64": 298, "aarch64": 241}.get(platform.machine())
+    # Hardware event 1, of user code alone, inherited by what is started: attributes of version 0.
+    about = struct.pack("=IIQQQQQIIQ", 0, 64, 1, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6, 0, 0, 0)
+    files: list[int] = []
+    if number is not None and platform.system() == "Linux":
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        threads = [int(thread) for thread in os.listdir("/proc/self/task")]
+        files = [call(number, about, thread, -1, -1, 0) for thread in threads]
+    offered = bool(files) and min(files) >= 0
+
+    def count() -> int | None:
+        return sum(struct.unpack("=Q", os.read(f, 8))[0] for f in files) if offered else None
+
+    try:
+        yield count
+    finally:
+        for file in files:
+            if file >= 0:
+                os.close(file)
 
 
 def criteo_batches(

@@ -29,10 +29,11 @@ from _stalls import (
     Contender,
     Embedding,
     Emulated,
-    Network,
     Ours,
     ProcessorTime,
+    Recommender,
     Split,
+    Stalls,
     beside_best,
     copy_and_write,
     peers,
@@ -53,7 +54,7 @@ TABLES, ROWS, DIM = 8, 1_000_000, 64
 STEPS = 12  # training steps of one interval
 INTERVALS = 3  # before batches repeat
 LOOKUPS = 30_000  # per table and step: about a quarter of the rows change in an interval
-ROUNDS = {"embedding": 5, "emulated": 2, "network": 2}  # of stalls
+ROUNDS = {"embedding": 9, "emulated": 5, "dlrm": 5}  # of stalls
 SKEW = 0.6  # Zipf exponent
 BLOCK = 250_000
 LR = 0.01
@@ -91,17 +92,25 @@ class Run:
         # What gradients are does not matter here: all batches share them.
         self.grads = random.standard_normal((most, DIM), np.float32) * np.float32(1e-3)
 
-    def _batch(self, number: int) -> RowIds:
-        lookups = LOOKUPS * self.rows // ROWS
-        ids = [
-            np.unique(skewed_ids(self.rows, lookups, skew=SKEW, seed=t, start=number * lookups))
+    def lookups(self, number: int) -> list[Any]:
+        """The ids of a batch by table, repeated ones included."""
+        count = LOOKUPS * self.rows // ROWS
+        return [
+            skewed_ids(self.rows, count, skew=SKEW, seed=t, start=number * count)
             for t in range(TABLES)
         ]
+
+    def _batch(self, number: int) -> RowIds:
+        ids = [np.unique(each) for each in self.lookups(number)]
         return RowIds(np.concatenate(ids), np.cumsum([0, *(part.size for part in ids)]))
 
-    def step(self, *, pull: bool = True) -> None:
-        wanted = self.batches[self._number % len(self.batches)]
+    def next(self) -> int:
+        """The number of the batch whose turn it is."""
         self._number += 1
+        return (self._number - 1) % len(self.batches)
+
+    def step(self, *, pull: bool = True) -> None:
+        wanted = self.batches[self.next()]
         if pull:
             self.cluster.pull([wanted])
         self.cluster.push([wanted], [self.grads[: wanted.ids.size]], lr=LR)
@@ -322,7 +331,7 @@ def saved(quick: bool) -> int:
     return 2 if quick else 5
 
 
-TRAININGS = {"embedding": Embedding, "emulated": Emulated, "network": Network}
+TRAININGS = {"embedding": Embedding, "emulated": Emulated, "dlrm": Recommender}
 
 
 def measure_stalls(
@@ -343,23 +352,32 @@ def measure_stalls(
         commit = statistics.median(taken.commit_seconds)
         rows.append([f"{training.name}: {name}", str(taken), f"{commit:.2f}", *[""] * 5])
     increment = found[ours[1].name]
+    best = [found[peer.name] for peer in chosen if peer in theirs]
     if kind == "emulated":
         figures["stall_emulated_compute_ms"] = increment.median * 1e3
     if kind == "embedding":
-        best = [found[peer.name] for peer in chosen if peer in theirs]
+        full = found[ours[0].name]
         figures["stall_seconds_per_checkpoint"] = increment.median
+        figures["stall_seconds_per_full_checkpoint"] = full.median
         figures["commit_seconds"] = statistics.median(increment.commit_seconds)
+        figures["held_ms_full"] = statistics.median(full.held_ms)
+        figures["held_ms_increment"] = statistics.median(increment.held_ms)
         for name, contender in zip(("full", "increment"), ours, strict=True):
-            ratio, low, high = beside_best(found[contender.name], best)
-            figures[f"stall_{name}_vs_best_peer"] = ratio
-            figures[f"stall_{name}_vs_best_peer_low"] = low
-            figures[f"stall_{name}_vs_best_peer_high"] = high
+            compare(figures, f"stall_{name}_vs_best_peer", found[contender.name], best)
         figures["stall_vs_best_peer"] = max(
             figures[f"stall_{name}_vs_best_peer"] for name in ("full", "increment")
         )
         for minutes in (5, 30):
-            share = increment.median / (minutes * 60) * 100
-            figures[f"slowdown_pct_every_{minutes}min"] = share
+            for name, taken in (("", increment), ("_full", full)):
+                share = taken.median / (minutes * 60) * 100
+                figures[f"slowdown_pct{name}_every_{minutes}min"] = share
+    elif best:
+        compare(figures, f"stall_vs_best_peer_{kind}", found[ours[0].name], best)
+        compare(figures, f"stall_increment_vs_best_peer_{kind}", increment, best)
+
+
+def compare(figures: Figures, name: str, taken: Stalls, best: list[Stalls]) -> None:
+    figures[name], figures[f"{name}_low"], figures[f"{name}_high"] = beside_best(taken, best)
 
 
 def measure_processor_time(
@@ -389,6 +407,12 @@ def measure_processor_time(
         per_gb = f"{own[name] / gigabytes:.2f} ({machine[name] / gigabytes:.2f})"
         rows.append([f"alone: {name}", "", "", per_gb, *[""] * 4])
     exact = ours[None].name
+    counted = [t.instructions for t in taken[exact] if t.instructions is not None]
+    rows.append(
+        ["alone: instructions of a full version, per GB", "", "",
+         f"{statistics.median(counted) / gigabytes:.3g}" if counted
+         else "not offered by this machine", *[""] * 4]
+    )  # fmt: skip
     figures["core_seconds_per_gb"] = own[exact] / gigabytes
     figures["core_seconds_vs_copy"] = own[exact] / own[COPY]
     for bits, contender in ours.items():
@@ -478,7 +502,7 @@ def main() -> None:
         run = Run()
         wanted = [part for part in PARTS if chosen in ("all", part)]
         if given.quick and chosen == "all":
-            wanted.remove("network")
+            wanted.remove("dlrm")
         with in_memory() if given.quick else nullcontext(), directory() as torch_path:
             for part in wanted:
                 found[part] = measure_part(part, run, torch_path, given.quick)
@@ -508,8 +532,13 @@ def say(given: Options, found: dict[str, tuple[Figures, Rows]]) -> None:
     ]  # fmt: skip
     if "slowdown_pct_every_30min" in figures:
         notes.append(
-            f"A checkpoint every 30 minutes with {figures['stall_seconds_per_checkpoint']:.2f} s "
-            f"of stall slows training down by {figures['slowdown_pct_every_30min']:.3f}%."
+            f"A checkpoint every 30 minutes slows training down by "
+            f"{figures['slowdown_pct_every_30min']:.3f}% if it is an increment "
+            f"({figures['stall_seconds_per_checkpoint']:.2f} s of stall, of which pushes were held "
+            f"up for {figures['held_ms_increment']:.0f} ms), and by "
+            f"{figures['slowdown_pct_full_every_30min']:.3f}% if it is a full version "
+            f"({figures['stall_seconds_per_full_checkpoint']:.2f} s, "
+            f"{figures['held_ms_full']:.0f} ms)."
         )
     report(
         given,
