@@ -10,7 +10,7 @@ network does.
 Each process restores through `ek.Keeper`, first once to compile and to touch memory. Beside it
 stand the same bytes in the same ranges, read by obstore alone with 64 requests at once: the ceiling
 of server, proxy and machine. EMBERKEEP_BEFORE names a checkout of an earlier commit, which saves
-the same versions in its own format and restores them in turns.
+the same versions in its own format and restores them in turns, repeat by repeat.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ _COUNT = "/-/count"
 
 def rclone() -> str | None:
     return os.environ.get("EMBERKEEP_RCLONE") or shutil.which("rclone")
+
+
+def commit_before() -> str | None:
+    """The commit of the earlier code, where some is given."""
+    if "EMBERKEEP_BEFORE" not in os.environ:
+        return None
+    command = ["git", "-C", os.environ["EMBERKEEP_BEFORE"], "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 # -- the proxy ------------------------------------------------------------------------------------
@@ -160,9 +168,9 @@ def build(path: str, dim: int, count: int) -> None:
     keeper.close(save=False)
 
 
-def restores(url: str, dim: int, number: int, repeats: int) -> None:
-    """Restores a version some times; a line of JSON with the seconds of each, the bytes of rows
-    that were read, and a digest of all rows."""
+def restores(url: str, dim: int, number: int) -> None:
+    """Restores a version twice; a line of JSON with the seconds of the second time, the ranges of
+    rows that were read, and a digest of all rows."""
     import hashlib
 
     import versions
@@ -170,15 +178,13 @@ def restores(url: str, dim: int, number: int, repeats: int) -> None:
     from emberkeep.checkpoint import VersionSpec
 
     run = versions.Run(dim, 0.0)
-    taken, store = [], None
-    for _ in range(repeats + 1):
+    for _ in range(2):
         store = versions.CountingStore(open_store(url))
         start = time.perf_counter()
         keeper = run.keeper(store, VersionSpec(), must_exist=True)
         keeper.resume(number)
-        taken.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         keeper.close(save=False)
-    assert store is not None
     rows = hashlib.sha256()
     for table in run.cluster.tables:
         ids = run.cluster.touched_ids(table.name)
@@ -186,7 +192,7 @@ def restores(url: str, dim: int, number: int, repeats: int) -> None:
         for plane in run.cluster.read(table.name, ids).values():
             rows.update(plane)
     ranges = [each for each in store.ranges if each[0].endswith(".grid")]
-    print(json.dumps({"seconds": taken[1:], "ranges": ranges, "rows": rows.hexdigest()}))
+    print(json.dumps({"seconds": seconds, "ranges": ranges, "rows": rows.hexdigest()}))
 
 
 # -- all together ----------------------------------------------------------------------------------
@@ -285,17 +291,23 @@ def measured(directory: Path, dim: int, count: int, numbers: list[int], repeats:
     with served(directory) as port:
         for number in numbers:
             rows = set()
+            taken: dict[str, list[float]] = {name: [] for name in sources}
+            asked: dict[str, list[float]] = {name: [] for name in sources}
+            for repeat in range(repeats):
+                for name in sources if repeat % 2 == 0 else reversed(sources):
+                    url = url_of(port, name)
+                    counted(port)
+                    found = json.loads(run(name, "restore", url, dim, number).splitlines()[-1])
+                    asked[name].append(counted(port) / 2)
+                    taken[name].append(found["seconds"])
+                    rows.add(found["rows"])
+                    if name == "now":
+                        ranges = [tuple(each) for each in found["ranges"]]
             for name in sources:
-                url = url_of(port, name)
-                counted(port)
-                found = json.loads(run(name, "restore", url, dim, number, repeats).splitlines()[-1])
-                requests[name].append(counted(port) / (repeats + 1))
-                seconds[name].append(statistics.median(found["seconds"]))
-                rows.add(found["rows"])
-                if name == "now":
-                    ranges = [tuple(each) for each in found["ranges"]]
-                    ceilings.append(ceiling(url, ranges))
-                    sizes.append(sum(length for _, _, length in ranges) / 1e6)
+                seconds[name].append(statistics.median(taken[name]))
+                requests[name].append(statistics.median(asked[name]))
+            ceilings.append(ceiling(url_of(port, "now"), ranges))
+            sizes.append(sum(length for _, _, length in ranges) / 1e6)
             if len(rows) != 1:
                 raise AssertionError(f"version {number} has other rows than before")
             print(
@@ -323,4 +335,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "build":
         build(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
-        restores(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+        restores(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

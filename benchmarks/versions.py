@@ -9,7 +9,8 @@ restored; the other layouts, of which each restore reads up to the whole history
 Versions are saved and brought back by `ek.Keeper`, as in a training loop. The time of a restore is
 that from making a keeper to the end of `resume`.
 
-`--only pairs` and `--only s3` make a part of it and keep that in a result of its own. `--only
+`--only pairs` and `--only s3` make a part of it and keep that in a result of its own: pairs are 25
+of 150 versions, five of each. `--only
 servers-build` saves 2,000 versions on servers, which takes a quarter of an hour, and keeps them;
 `--only servers-restores` restores some and keeps what both found.
 
@@ -71,7 +72,7 @@ QUICK = (60, 24)  # versions, and how wide rows are
 S3_NOTE = (
     f"s3: {QUICK[0]} versions of dim {QUICK[1]}, served by rclone, each request held back "
     f"{_s3.DELAY_SECONDS * 1e3:.0f} ms; s3_plain_gets_seconds are the same ranges read by obstore "
-    f"alone, {_s3.AT_ONCE} at once; before: the commit that EMBERKEEP_BEFORE names."
+    f"alone, {_s3.AT_ONCE} at once; before: the commit of the config, in turns with this one."
 )
 
 
@@ -481,7 +482,8 @@ def only(given: Options) -> None:
             figures = from_s3(root, versions, dim, repeats=1 if given.quick else 3)
             if not figures:
                 return
-            config |= {"delay_ms": _s3.DELAY_SECONDS * 1e3, "at_once": _s3.AT_ONCE}
+            config |= {"delay_ms": _s3.DELAY_SECONDS * 1e3, "at_once": _s3.AT_ONCE,
+                       "before": _s3.commit_before()}  # fmt: skip
             rows = [[name, f"{value:.3f}"] for name, value in figures.items()]
             notes = [S3_NOTE]
         else:
@@ -585,7 +587,7 @@ def main() -> None:
             "versions": versions, "iterations": ITERATIONS, "batch": BATCH, "dim": dim,
             "optimizer": "Adagrad", "ids": "criteo", "rows_total": ROWS_TOTAL,
             "rows_mb_at_the_end": round(rows_mb), "dense_ms": dense_ms, "ratio": RATIO,
-            "many_versions": many["config"],
+            "many_versions": many["config"], "s3_before": _s3.commit_before(),
         },
         figures=figures,
         columns=["layout", "cold restore s", "warm s", "MB read", "files read", "GB stored",
