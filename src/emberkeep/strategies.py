@@ -242,7 +242,11 @@ def partial(
     fraction: float = 1 / 8,
     period: int = 2,
     layout: Layout = "intermittent",
-    bits: int | None = None,
+    predictor: Predictor = "growth",
+    bits: Bits = None,
+    quantize_optimizer: bool = False,
+    bins: int | None = None,
+    range_ratio: float | None = None,
     most_pls: float | None = None,
     keep: Keep = 3,
 ) -> Strategy:
@@ -265,6 +269,9 @@ def partial(
         raise ConfigError(
             "partial recovery needs every=, or job= from which it follows: give one of the two"
         )
+    spec = _spec(
+        layout, bits, None, None, None, quantize_optimizer, bins, range_ratio, predictor=predictor
+    )  # fmt: skip
     target = Target(pls=pls, accuracy_loss=accuracy_loss, slope=slope)
     wanted = target.most_pls
     ranked = None if priority is None else Priority(kind=priority, fraction=fraction, period=period)
@@ -285,7 +292,7 @@ def partial(
                 ranked, verdict = None, plain
         if not verdict.pays:
             return Strategy(
-                spec=VersionSpec(layout=layout, bits=bits),
+                spec=spec,
                 schedule=Every(time=verdict.full_interval),
                 retention=retention(keep),
                 recovery=Recovery(scope="full", reason=verdict.reason),
@@ -299,7 +306,7 @@ def partial(
         most_pls = 1.0 if wanted is None else wanted
     times = replace(schedule(every), parts=1 if ranked is None else ranked.rounds)
     return Strategy(
-        spec=VersionSpec(layout=layout, bits=bits, priority=ranked),
+        spec=replace(spec, priority=ranked),
         schedule=times,
         retention=retention(keep * times.saves if type(keep) is int else keep),
         recovery=Recovery(scope="partial", most_pls=most_pls, together=together, reason=reason),
@@ -333,7 +340,11 @@ def parity(
     unprotected: Unprotected = "go_on",
     every: Interval = "6h",
     layout: Layout = "intermittent",
-    bits: int | None = None,
+    predictor: Predictor = "growth",
+    bits: Bits = None,
+    quantize_optimizer: bool = False,
+    bins: int | None = None,
+    range_ratio: float | None = None,
     keep: Keep = 3,
     recovery: Scope = "full",
 ) -> Strategy:
@@ -343,8 +354,11 @@ def parity(
     Two levels: when more shards are lost at once than parity can bring back, `recovery` is made
     from the newest version. As that is rare, so are versions.
     """
+    spec = _spec(
+        layout, bits, None, None, None, quantize_optimizer, bins, range_ratio, predictor=predictor
+    )  # fmt: skip
     return Strategy(
-        spec=VersionSpec(layout=layout, bits=bits),
+        spec=spec,
         schedule=schedule(every),
         retention=retention(keep),
         recovery=Recovery(scope=recovery),

@@ -147,6 +147,22 @@ def test_tables_have_widths_of_their_own() -> None:
     assert choose(spec, 2).codecs["users/weight"] == Quantized(bits=8)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ek.parity,
+        lambda **given: partial(every=5, **given),
+        lambda **given: partial(pls=0.1, job=job(), **given),
+        lambda **given: partial(pls=0.001, job=job(), **given),  # full recovery
+    ],
+)
+def test_every_recovery_takes_what_says_how_rows_are_stored(strategy: Any) -> None:
+    chosen = {"bits": {"t": 4}, "bins": 7, "range_ratio": 0.5, "quantize_optimizer": True}
+    spec = strategy(predictor="paper", **chosen).spec
+    assert spec == ek.incremental(predictor="paper", **chosen).spec
+    assert (spec.bins, spec.range_ratio, spec.predictor) == (7, 0.5, "paper")
+
+
 def test_what_is_kept_by_age() -> None:
     two_weeks = KeepFor(age=timedelta(days=14))
     assert retention(3, keep_for="14d") == (KeepLast(n=3) | two_weeks) | KeepNamed()

@@ -319,6 +319,7 @@ def run(task: Task) -> Outcome:
                 every=f"{chosen.every} steps",
                 layout=given.checkpoint.layout,
                 bits=given.checkpoint.bits,
+                table_bits=given.checkpoint.table_bits,
                 expected_restores=None if chosen.partial else given.checkpoint.expected_restores,
                 recovery="partial" if chosen.partial else "full",
                 priority=chosen.priority,

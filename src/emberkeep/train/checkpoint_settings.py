@@ -17,6 +17,7 @@ from emberkeep.errors import ConfigError
 if TYPE_CHECKING:
     from emberkeep.checkpoint.overheads import Job
     from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
+    from emberkeep.checkpoint.widths import Widths
     from emberkeep.strategies import Strategy
 
 # fmt: off
@@ -45,6 +46,8 @@ class CheckpointSettings:
         "paper decides as Check-N-Run does", default="growth")
     bits: int | None = setting(
         "quantize weights to 8, 4, 3 or 2 bits; exact if not set", default=None)
+    table_bits: Mapping[str, int] | None = setting(
+        "or bits of single tables, {user = 4, item = 8}; the others stay exact", default=None)
     expected_restores: int | None = setting(
         "choose the bits for so many restores", default=None, least=0)
     job_duration: str | None = setting(
@@ -154,7 +157,7 @@ class CheckpointSettings:
             raise ConfigError("recovery needs versions: set path")
         else:
             for key in ("must_exist", "mirror", "most_mb_per_second", "background_share",
-                        "accuracy_budget", "read_depth", "read_mb"):
+                        "accuracy_budget", "table_bits", "read_depth", "read_mb"):
                 if getattr(self, key):
                     raise ConfigError(f"{key} needs versions: set path")
             if self.start_from is not None:
@@ -172,7 +175,7 @@ class CheckpointSettings:
                 if getattr(self, key) is not None:
                     raise ConfigError(f'{key} is for recovery = "auto"')
         else:
-            chosen = (*_of_specs(), "job_duration", "keep_for", "drop_after")
+            chosen = (*_of_specs(), "table_bits", "job_duration", "keep_for", "drop_after")
             usual = {known.name: known.default for known in fields(self)}
             if any(getattr(self, key) != usual[key] for key in chosen):
                 raise ConfigError('recovery = "auto" chooses layout and bits itself, and keeps the '
@@ -248,7 +251,17 @@ class CheckpointSettings:
     def _as_set(self, spec: VersionSpec) -> VersionSpec:
         """With every field that is a setting too as it is set."""
         chosen = {name: getattr(self, name) for name in _of_specs()}
+        if self.table_bits:
+            chosen["widths"] = self._widths(self.table_bits)
         return replace(spec, **{**chosen, "expected_restores": self._expected()})
+
+    def _widths(self, bits: Mapping[str, int]) -> Widths:
+        from emberkeep.checkpoint.widths import Width, Widths
+
+        if self.accuracy_budget is not None:
+            raise ConfigError("accuracy_budget measures the width of every table: leave out "
+                              "table_bits, or accuracy_budget")
+        return Widths(tables={table: Width(bits=each) for table, each in bits.items()})
 
     def _expected(self) -> int | None:
         """How many restores are expected: as it is set, or from the failures of the job."""

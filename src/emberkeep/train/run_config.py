@@ -439,7 +439,7 @@ class RunConfig:
         if self.checkpoint.accuracy_budget is not None and self.cluster.workers > 1:
             raise ConfigError(
                 "checkpoint.accuracy_budget is measured in a run of one process: leave it out with "
-                "cluster.workers, and set checkpoint.bits")
+                "cluster.workers, and set checkpoint.table_bits")
         parity = self.parity.spec()
         if parity is not None:
             parity.check_shards(self.cluster.shards)

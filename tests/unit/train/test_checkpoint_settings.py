@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from emberkeep.checkpoint.spec import VersionSpec
+from emberkeep.checkpoint.widths import Width, Widths
+from emberkeep.config import parse, to_toml
 from emberkeep.errors import ConfigError
 from emberkeep.strategies import incremental
 from emberkeep.train.checkpoint_settings import CheckpointSettings
@@ -64,3 +66,33 @@ def test_a_run_that_plans_itself_takes_none_of_them(name: str) -> None:
 def test_a_priority_is_that_of_partial_recovery(priority: str | None) -> None:
     made = spec_of("partial", priority=priority, bits=4).priority
     assert (None if made is None else made.kind) == priority
+
+
+@pytest.mark.parametrize("recovery", [None, "full", "partial"])
+def test_tables_have_widths_of_their_own(recovery: str | None) -> None:
+    given = {"user": 4, "item": 8}
+    expected = {"user": Width(bits=4), "item": Width(bits=8)}
+    assert spec_of(recovery, table_bits=given).widths == Widths(tables=expected)
+    assert incremental(bits=given).spec.widths == Widths(tables=expected)
+
+
+def test_widths_of_tables_are_read_and_written() -> None:
+    text = 'path = "versions"\ntable_bits = {user = 4}'
+    read = parse(CheckpointSettings, text, source="x", overrides=["table_bits.item=8"])
+    assert read.table_bits == {"user": 4, "item": 8}
+    assert parse(CheckpointSettings, to_toml(read), source="y") == read
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bits": 4}, "bits= is the width of every table"),
+        ({"accuracy_budget": 1e-4}, "accuracy_budget measures the width of every table"),
+        ({"recovery": "auto"}, "leave out .*table_bits"),
+        ({"table_bits": {"user": 5}}, "bits must be 2, 3, 4 or 8, not 5"),
+        ({"path": None}, "table_bits needs versions"),
+    ],
+)
+def test_widths_of_tables_that_cannot_be_had(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CheckpointSettings(**{"path": "versions", "table_bits": {"user": 4}, **given})
