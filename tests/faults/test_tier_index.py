@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -264,6 +265,23 @@ class FullBeside(Disk):
         super().unlink(path)
 
 
+def test_an_index_that_is_given_up_takes_no_flush_with_it(idle: Idle) -> None:
+    """By upkeep, while another thread notes that its blocks are in the file."""
+
+    class GivenUp(dict[int, segment_index.Noted]):
+        def get(self, *given: Any) -> Any:
+            found = super().get(*given)
+            self.clear()
+            return found
+
+    index, words = idle.index, np.zeros(64 * 512, np.uint64)
+    index.begin(1, 1, 1, 1)
+    index._noted = GivenUp(index._noted)
+    index.written(1, words)
+    assert not index._noted
+    end(idle.cluster)
+
+
 @pytest.mark.parametrize("fails", ["create", "open", "write_at", "unlink"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_an_error_of_the_index_fails_nothing(
@@ -366,6 +384,10 @@ class Idle:
         self.index.due = 0
         upkeep.run(self.slab)
 
+    def look_at_all(self) -> None:
+        while self.index.unchecked:
+            self.look()
+
     def check_undurable(self) -> None:
         (status,) = self.cluster.tier_status()
         assert status.damaged == 1
@@ -461,3 +483,24 @@ def test_a_file_that_starts_over_has_no_index_of_the_one_before(tmp_path: Path) 
     cluster = start(tmp_path, Disk, 1)
     assert not stale.exists()
     end(cluster)
+
+
+def _pull(idle: Idle, row: int) -> None:
+    with pytest.raises(DamageError, match="not what was written"):
+        idle.cluster.pull(wanted_of(idle.cluster, {"t": [row]}))
+
+
+def _look(idle: Idle, _: int) -> None:
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        idle.look_at_all()
+
+
+@pytest.mark.parametrize("meet", [_pull, _look])
+def test_the_opening_after_a_damage_was_met_finds_it(
+    idle: Idle, meet: Callable[[Idle, int], None]
+) -> None:
+    """Else a server would come back with it over and over, and no batch were durable any more."""
+    meet(idle, idle.damage())
+    end(idle.cluster)
+    with pytest.raises(DamageError, match="segment 0: 1 blocks that were durable are damaged"):
+        idle.open()

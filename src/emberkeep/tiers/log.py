@@ -370,8 +370,10 @@ class RowLog:
 
     def set_aside(self, segment: int, error: DamageError) -> None:
         """Leaves a damaged segment where it is: for the rest of this life it is not cleaned, and
-        nothing is declared durable while it holds rows. Needs no lock."""
+        nothing is declared durable while it holds rows. The next life reads all of the file. Needs
+        no lock."""
         self._damaged[segment] = error
+        self.index.distrust()
 
     def check_whole(self) -> None:
         """Raises if rows are known to be damaged: a batch that holds them would not come back."""

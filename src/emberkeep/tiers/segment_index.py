@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -76,8 +77,8 @@ class Entry:
 
 
 class SegmentIndex:
-    """The index of the file at `path`. The slab's lock covers every method but `note`, `write` and
-    those of opening; writes come one at a time."""
+    """The index of the file at `path`. The slab's lock covers every method but `note`, `write`,
+    `distrust` and those of opening."""
 
     def __init__(
         self, path: str, salt: np.uint64, layout: Layout, per_block: int, segment_blocks: int,
@@ -101,6 +102,7 @@ class SegmentIndex:
         self._handle = -1
         self._given_up = False
         self._noted: dict[int, Noted] = {}
+        self._writing = threading.Lock()
 
     def close(self) -> None:
         handle, self._handle = self._handle, -1
@@ -213,7 +215,7 @@ class SegmentIndex:
             return
         noted.written += words.nbytes // self._layout.block_nbytes
         if noted.written == noted.blocks:
-            del self._noted[segment]
+            self._noted.pop(segment, None)  # it may just have been given up
             self.ready.append(noted)
             del self.ready[:-_MOST_READY]
 
@@ -225,19 +227,28 @@ class SegmentIndex:
     def write(self, noted: Noted) -> None:
         """Writes the entry of a segment, all of whose blocks are in the file. An error of the disk
         is a warning, once: the index says nothing new in this life."""
-        if self._given_up:
-            return
-        try:
-            words = self._encode(noted)
-            if words is None:
+        with self._writing:
+            if self._given_up:
                 return
-            if self._handle < 0:
-                self._handle = self._open()
-            self._disk.write_at(self._handle, bytes_of(words), noted.segment * self.place_nbytes)
-        except MemoryError:
-            pass  # this one has no entry
-        except OSError as error:
-            self._give_up(error)
+            try:
+                words = self._encode(noted)
+                if words is None:
+                    return
+                if self._handle < 0:
+                    self._handle = self._open()
+                offset = noted.segment * self.place_nbytes
+                self._disk.write_at(self._handle, bytes_of(words), offset)
+            except MemoryError:
+                pass  # this one has no entry
+            except OSError as error:
+                self._give_up(error)
+
+    def distrust(self) -> None:
+        """The file is known to be damaged: the next opening is to read all of it, and to say so.
+        It would else come back with the damage, over and over."""
+        with self._writing:
+            self._given_up = True
+            remove(self._of, self._disk)
 
     def _open(self) -> int:
         """The index, made if there is none; whatever is in it already harms nobody."""

@@ -3,7 +3,7 @@ are lost, with anything else they are not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,9 @@ from emberkeep.server.epoch import Epoch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.server.tier_service import ServerTier
 from emberkeep.tables import SGD, Table, Tier
+from emberkeep.tiers import durable_open, upkeep
 from emberkeep.tiers.durable_open import tier_files
+from emberkeep.tiers.superblock import START
 from emberkeep.wire.protocol import PROTOCOL, describe_table, error_from, pack_frame, unpack_frame
 from tests.waiting import until
 
@@ -27,22 +29,28 @@ SHARD = 1
 class Server:
     """One that serves shard 1, of which some rows were trained."""
 
-    def __init__(self, path: Path) -> None:
-        self.tier = Tier(path, memory=100_000)
+    def __init__(self, path: Path, tables: Sequence[Table] = TABLES) -> None:
+        self.tier, self.tables = Tier(path, memory=400_000), tables
         self.service = ShardService(threads=1, tier=self.tier)
-        header = {
-            "protocol": PROTOCOL, "epoch": 1, "coordinator": "A", "term": 1, "begins": True,
-            "shard": SHARD, "shards": 2, "seed": 0, "tables": [describe_table(t) for t in TABLES],
-            "optimizer": SGD(lr=1.0).describe(), "lease_seconds": 60.0, "meeting_seconds": 5.0,
-        }  # fmt: skip
-        self.act("admit", header)
-        until(lambda: self.act("work", {"epoch": 1, "coordinator": "A"})["done"], "open files")
-        self.act("serve", {"epoch": 1})
+        self.admit(1)
+        if tables is not TABLES:
+            return
         empty = RowIds(np.empty(0, np.int64), np.array([0, 0]))
         rows = [RowIds(np.array([1, 3]), np.array([0, 2])), empty]
         grads = [np.ones((2, 2), np.float32), np.empty((0, 4), np.float32)]
         shard = self.epoch.shard
         shard.apply(shard.check(rows, grads), 1.0)
+
+    def admit(self, epoch: int) -> None:
+        header = {
+            "protocol": PROTOCOL, "epoch": epoch, "coordinator": "A", "term": 1, "begins": True,
+            "shard": SHARD, "shards": 2, "seed": 0, "lease_seconds": 60.0, "meeting_seconds": 5.0,
+            "tables": [describe_table(t) for t in self.tables],
+            "optimizer": SGD(lr=1.0).describe(),
+        }  # fmt: skip
+        self.act("admit", header)
+        until(lambda: self.act("work", {"epoch": epoch, "coordinator": "A"})["done"], "open files")
+        self.act("serve", {"epoch": epoch})
 
     @property
     def epoch(self) -> Epoch:
@@ -103,6 +111,53 @@ def test_rows_are_lost_with_a_file_of_the_tier(
     answer = server.meets(path.name if by == "name" else str(path), monkeypatch)
     assert answer["error"] == "EpochError"
     assert server.service.epoch is None
+
+
+@pytest.mark.parametrize("asked", ["read", "prepare"])
+def test_damage_that_opening_has_not_read_is_not_met_over_and_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """The opening after the one that went by the index reads the file, and moves it."""
+    monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 3 * 4096)
+    server = Server(tmp_path / "t", [Table("t", rows=4000, dim=2)])
+    shard = server.shard
+    rows = [RowIds(np.arange(1, 4000, 2), np.array([0, 2000]))]
+    shard.apply(shard.check(rows, [np.ones((2000, 2), np.float32)]), 1.0)
+    (slab,) = shard.tier_slabs()
+    slab.checkpoint(1, shard.table_state(), "nonce").result(60)
+    assert slab.commit("nonce")
+    upkeep.run(slab)
+    server.service.let_go(server.epoch)
+    server.admit(2)
+    (slab,) = server.shard.tier_slabs()
+    assert slab.trained == 2000
+    segment = next(iter(slab.log.index.unchecked))
+    block = 3 * segment + 1  # neither the first nor the last
+    with open(slab.log.path, "r+b") as file:
+        file.seek(START + block * 4096 + 40)
+        file.write(b"damage")
+    if asked == "read":
+        row = int(np.flatnonzero(slab.positions == block * slab.log.per_block + 1)[0])
+        ids = np.array([2 * row + 1])
+        (answer,) = server.service.answer_action(
+            "read", pack_frame({"epoch": 2, "table": "t"}, {"ids": ids})
+        )
+        assert unpack_frame(answer)[0]["error"] == "EpochError"
+    else:
+        slab.log.index.due = 0
+        with pytest.warns(RuntimeWarning, match="1 blocks that were durable"):
+            upkeep.run(slab)
+        monkeypatch.setattr(Epoch, "store", lambda *_: None)
+        ask = {"ask": "prepare", "batch": 2, "nonce": "next", "home": "", "run": ""}
+        answer = server.act("tier", {"epoch": 2, **ask})
+        assert answer["error"] == "EpochError"
+    assert server.service.epoch is None
+    server.admit(3)
+    assert {file.name for file in (tmp_path / "t" / "shard-1" / "damaged").iterdir()} == {
+        "rows-1-0.tier"
+    }
+    assert [slab.trained for slab in server.shard.tier_slabs()] == [0]
+    server.service.let_go(server.epoch)
 
 
 def test_the_index_goes_with_its_file(tmp_path: Path) -> None:
