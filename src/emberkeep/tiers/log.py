@@ -120,7 +120,7 @@ class RowLog:
         self._unlisted: list[int] = []  # free segments that the head does not name yet
         self._readers: dict[int, int] = {}
         self._turn = 0
-        self._damaged: dict[int, DamageError] = {}  # segments that hold damaged rows
+        self._damaged: dict[int, DamageError] = {}  # segments, also once their rows have died
         self._active = -1
         self._filled = 0
         self._promised = 0
@@ -310,8 +310,6 @@ class RowLog:
         """
         self.states[segment] = _FREE
         self.index.forget(segment)
-        if self._damaged.pop(segment, None) is not None:
-            return
         self._limbo.append((segment, self._turn))
         self._turn += 1
         self._drain_limbo()
@@ -334,7 +332,7 @@ class RowLog:
 
     def _drain_limbo(self) -> None:
         oldest = min(self._readers, default=self._turn)
-        idle = [segment for segment, turn in self._limbo if turn < oldest]
+        idle = [s for s, turn in self._limbo if turn < oldest and s not in self._damaged]
         # Once there is something to come back to, the head says first that a segment's blocks are
         # not needed: torn by a new use of it, they would look like damage. It has never said
         # anything else of loose ones.
@@ -377,8 +375,9 @@ class RowLog:
 
     def check_whole(self) -> None:
         """Raises if rows are known to be damaged: a batch that holds them would not come back."""
-        for error in list(self._damaged.values()):
-            raise error
+        for segment, error in list(self._damaged.items()):
+            if self.states[segment] != _FREE:
+                raise error
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -543,7 +542,7 @@ class RowLog:
     @property
     def damaged(self) -> int:
         """Segments that are known to be damaged and still hold rows."""
-        return len(self._damaged)
+        return sum(int(self.states[segment] != _FREE) for segment in list(self._damaged))
 
     def check(self) -> None:
         """Raises once the file has failed."""
