@@ -12,6 +12,9 @@ import select
 import shutil
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ class EventLog:
         self._windows: dict[str, tuple[float, int]] = {}
         self._left_out: dict[str, int] = {}
         self._file = _STDERR
+        self._torn = False  # the last line on stderr has no end
         if self.path is not None:
             try:
                 self._file = _open(self.path)
@@ -111,15 +115,25 @@ class EventLog:
 
     def _write(self, line: bytes) -> None:
         if self._file == _STDERR:
-            for start in range(0, len(line), select.PIPE_BUF):
-                if not _takes_more(_STDERR):
-                    raise BlockingIOError("nobody reads stderr")
-                sys.stderr.write(line[start : start + select.PIPE_BUF].decode())
-                sys.stderr.flush()
+            self._print(line)
             return
         if os.fstat(self._file).st_size + len(line) > self._most_nbytes:
             self._rotate()
         os.write(self._file, line)
+
+    def _print(self, line: bytes) -> None:
+        """Writes as much to stderr as it takes at once. A line that is left half-way is ended by
+        the next one."""
+        if self._torn:
+            line = b"\n" + line
+        done = 0
+        try:
+            with _stderr() as put:
+                while done < len(line):
+                    done += put(line[done : done + select.PIPE_BUF])
+        finally:
+            if done:
+                self._torn = done < len(line)
 
     def _rotate(self) -> None:
         """Starts the file again; the one before keeps the lines until the next time."""
@@ -129,12 +143,37 @@ class EventLog:
         os.close(full)
 
 
-def _takes_more(file: int) -> bool:
-    """Whether a write of up to PIPE_BUF bytes does not wait: for who reads a pipe and has stopped,
-    or a terminal with Ctrl-S."""
+@contextmanager
+def _stderr() -> Iterator[Callable[[bytes], int]]:
+    """What writes up to PIPE_BUF bytes to stderr, or some of them, and never waits: for who reads
+    a pipe or a terminal and has stopped, or a terminal that is stopped."""
+    terminal = _opened_again(_STDERR) if sys.stderr is sys.__stderr__ else None
+    try:
+        yield _put if terminal is None else partial(os.write, terminal)
+    finally:
+        if terminal is not None:
+            os.close(terminal)
+
+
+def _opened_again(file: int) -> int | None:
+    """A terminal under a number of its own, so that not to wait is no business of the others who
+    have it. One that takes a byte says that it is ready, and waits with the next: it cannot be
+    asked. None if it is none, or belongs to somebody else."""
+    try:
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        return os.open(os.ttyname(file), flags)
+    except OSError:
+        return None
+
+
+def _put(some: bytes) -> int:
     ready = select.poll()
-    ready.register(file, select.POLLOUT)
-    return bool(ready.poll(0))
+    ready.register(_STDERR, select.POLLOUT)
+    if not ready.poll(0):
+        raise BlockingIOError("nobody reads stderr")
+    sys.stderr.write(some.decode())
+    sys.stderr.flush()
+    return len(some)
 
 
 def _new_file(path: str, full: int) -> int:
