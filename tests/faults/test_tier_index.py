@@ -20,7 +20,7 @@ from emberkeep.errors import DamageError
 from emberkeep.kernels import batch_rows
 from emberkeep.runtime.system_calls import read_at
 from emberkeep.tables import Adagrad, Table
-from emberkeep.tiers import durable_open, log, segment_index, upkeep
+from emberkeep.tiers import durable_open, durable_scan, log, segment_index, upkeep
 from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
 from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import grads_of, state, wanted_of
@@ -429,6 +429,25 @@ def test_damage_that_opening_has_not_read_is_found_in_time(
         assert bool(caught) == (seen == 0 if how == "unreadable" else bool(caught))
     assert idle.cluster.tier_status()[0].unchecked == 0
     idle.check_undurable()
+    end(idle.cluster)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
+def test_a_look_that_has_no_memory_is_made_later(
+    idle: Idle, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = set(idle.index.unchecked)
+
+    def fail(_: int) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_scan, "aligned", fail)
+        idle.look()
+    assert idle.index.unchecked == waiting
+    assert idle.index.due > idle.slab.log.clock.monotonic() + 1
+    idle.look_at_all()
+    assert idle.cluster.tier_status()[0].damaged == 0
     end(idle.cluster)
 
 

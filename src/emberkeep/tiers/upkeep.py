@@ -151,6 +151,7 @@ def _look(slab: TieredSlab) -> None:
             return
         turn = log.begin_reading()
         missing = segment in log.index.missing
+    looked = True
     try:
         noted = look_at(log, segment)
         if missing and noted is not None:
@@ -163,9 +164,14 @@ def _look(slab: TieredSlab) -> None:
                 log.set_aside(segment, error)
         if needed:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+    except (MemoryError, OSError):  # nobody waits for it: no memory now is no reason to end
+        looked = False
     finally:
         with slab.lock:
-            log.index.looked_at(segment)
+            if looked:
+                log.index.looked_at(segment)
+            else:
+                log.index.postpone(log.clock.monotonic())
             log.end_reading(turn)
 
 
