@@ -151,6 +151,7 @@ def serve(
     elif socket is not None:
         raise ConfigError("--socket is for servers of one machine: leave out --host and --tls-…")
     events = EventLog(log)
+    events.show_warnings()
     warm_up()
     served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path

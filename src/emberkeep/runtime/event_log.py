@@ -12,6 +12,7 @@ import select
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,6 +99,11 @@ class EventLog:
                 os.close(file)
         except OSError:
             self.failed += 1
+
+    def show_warnings(self) -> None:
+        """From here on warnings of this process are events: Python would write them to stderr, and
+        wait for who reads it."""
+        warnings.showwarning = lambda message, *_: self("warning", {"message": str(message)})
 
     def close(self) -> None:
         with self._lock:

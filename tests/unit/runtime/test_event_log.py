@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_the_newest_directories_stay_and_those_of_living_processes(
         f"20250102T000000-{os.getpid()}-bbbb", "notes", *(path.name for path in made)
     }  # fmt: skip
     assert made[0].stat().st_mode & 0o777 == 0o700
+
+
+def test_warnings_are_events(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        log.show_warnings()
+        warnings.warn("the disk is slow", RuntimeWarning, stacklevel=1)
+    log.close()
+    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (line["event"], line["message"]) == ("warning", "the disk is slow")
 
 
 # On its own: a write that waits for who reads it has no end.
