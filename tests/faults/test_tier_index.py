@@ -483,6 +483,27 @@ def test_segments_are_looked_at_one_by_one_and_not_at_once(idle: Idle) -> None:
     end(idle.cluster)
 
 
+def test_rows_are_not_lost_because_an_index_says_so(
+    idle: Idle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with it: the file is read before anybody calls it damaged."""
+    end(idle.cluster)
+    decode = segment_index.SegmentIndex._decode
+
+    def wrong(self: segment_index.SegmentIndex, segment: int, words: Any) -> Any:
+        entry = decode(self, segment, words)
+        if entry is not None:
+            entry.codes[0] |= np.uint64(1)  # deleted
+        return entry
+
+    monkeypatch.setattr(segment_index.SegmentIndex, "_decode", wrong)
+    idle.open()
+    assert state(idle.cluster) == idle.before
+    assert not idle.index.unchecked
+    assert not (idle.path / "rows-0-0.index").exists()
+    end(idle.cluster)
+
+
 def test_a_segment_whose_rows_are_gone_is_not_looked_at(idle: Idle) -> None:
     idle.cluster.clear()
     for future in idle.cluster.prepare_tiers(2):

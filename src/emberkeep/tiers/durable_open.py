@@ -376,7 +376,13 @@ def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], objec
     )
     lives = (*log.head.lives, (point.stamp, synced))
     scanned = scan(slab, point, lives, advance)
-    found = int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
+    if scanned.indexed and _trained(slab) != point.rows:
+        # Be it the index that is wrong: nobody has lost a row until the file itself says so.
+        log.index.distrust()
+        slab.positions[:] = 0
+        slab.touched[:] = 0
+        scanned = scan(slab, point, lives, advance)
+    found = _trained(slab)
     if found != point.rows:
         raise DamageError(
             f"{log.path} holds {found} rows of batch {point.batch}, which had {point.rows}: blocks "
@@ -401,6 +407,10 @@ def _recover(slab: TieredSlab, files: Sequence[str], advance: Callable[[], objec
     log.write_head(**changes, **log.free_now())
     log.horizon = point.stamp
     return point.batch
+
+
+def _trained(slab: TieredSlab) -> int:
+    return int(batch_rows.count_bits(slab.touched, 0, slab.touched.size))
 
 
 def _check_length(path: str, head: Superblock, layout: Layout) -> None:

@@ -114,6 +114,8 @@ class SegmentIndex:
 
     def open(self) -> None:
         """Opens the index if there is one, so that `find` may find something."""
+        if self._given_up:
+            return
         try:
             self._handle = self._disk.open(self.path, direct=self._direct)
         except FileNotFoundError:
@@ -123,8 +125,8 @@ class SegmentIndex:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is one."""
-        return self._handle >= 0
+        """Whether there is one that counts."""
+        return self._handle >= 0 and not self._given_up
 
     def find(self, segment: int, words: U64) -> Entry | None:
         """What the index says of a segment, if that is whole; read to `words`, which are
