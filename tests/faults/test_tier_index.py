@@ -432,6 +432,17 @@ def test_damage_that_opening_has_not_read_is_found_in_time(
     end(idle.cluster)
 
 
+def test_nothing_is_read_for_an_index_that_is_given_up(idle: Idle) -> None:
+    end(idle.cluster)
+    (idle.path / "rows-0-0.index").unlink()
+    idle.open()
+    assert len(idle.index.missing) > 10
+    idle.index.distrust()
+    idle.look()
+    assert idle.index.rest(0.0) is None
+    end(idle.cluster)
+
+
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
 def test_a_look_that_has_no_memory_is_made_later(
     idle: Idle, error: Exception, monkeypatch: pytest.MonkeyPatch

@@ -302,6 +302,8 @@ class SegmentIndex:
 
     def next_look(self, now: float) -> int | None:
         """A segment to look at now, if it is time and there is one."""
+        if self._given_up:
+            self.missing.clear()  # they get no entries
         if now < self.due or not (waiting := self.unchecked or self.missing):
             return None
         self.due = now + _PAUSE
