@@ -20,6 +20,7 @@ from emberkeep.errors import DamageError
 from emberkeep.kernels import batch_rows
 from emberkeep.runtime.system_calls import read_at
 from emberkeep.tables import Adagrad, Table
+from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.tiers import durable_open, durable_scan, log, segment_index, upkeep
 from emberkeep.tiers.superblock import SLOT_NBYTES, START, read_head
 from emberkeep.tiers.tiered_slab import TieredSlab
@@ -482,15 +483,20 @@ def test_what_opening_had_to_read_has_an_entry_soon(idle: Idle) -> None:
 
 
 def test_segments_are_looked_at_one_by_one_and_not_at_once(idle: Idle) -> None:
-    waiting = len(idle.index.unchecked)
+    clock, waiting = VirtualClock(), len(idle.index.unchecked)
+    idle.slab.log.clock = clock
+    idle.index.postpone(clock.monotonic())
+    clock.sleep(9)
     upkeep.run(idle.slab)
     assert len(idle.index.unchecked) == waiting  # training that starts has the disk to itself
-    idle.look()
+    clock.sleep(1)
+    for _ in range(2):
+        upkeep.run(idle.slab)
+        assert len(idle.index.unchecked) == waiting - 1
+    assert idle.slab._keep_up() == pytest.approx(0.04)
+    clock.sleep(0.05)
     upkeep.run(idle.slab)
-    assert len(idle.index.unchecked) == waiting - 1
-    rest = idle.slab._keep_up()
-    assert rest is not None
-    assert 0 < rest <= 0.04
+    assert len(idle.index.unchecked) == waiting - 2
     end(idle.cluster)
 
 
