@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.messages import MESSAGE_NBYTES
+from emberkeep.repository.policies import Grid, Layout
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table, Uniform
 
 Recovers = Literal["full", "partial", "parity"]
@@ -94,7 +95,7 @@ class Options:
     parity: Parity | None
     workers: Workers
     dynamic: bool
-    layout: Literal["consecutive", "one_shot", "intermittent"]
+    layout: Layout
     optimizer: Optimizer
     launches: Launches
     servers_write: bool
@@ -125,6 +126,18 @@ class Options:
     def message_nbytes(self) -> int:
         """How much of a write one message of parity holds: every second run cuts most of them."""
         return 64 if self.seed % 2 else MESSAGE_NBYTES
+
+    @property
+    def grid(self) -> Grid | None:
+        """How a grid is kept: whether rows are moved at once, as by default or seldom, and how
+        soon extraction is too far behind."""
+        if self.layout != "grid":
+            return None
+        random = Random(f"grid {self.seed}")
+        return Grid(
+            ratio=random.choice((0.0, 0.15, 0.5)), concatenate=random.random() < 0.8,
+            most_behind=random.choice((1, 8)), behind=random.choice(("skip", "wait")),
+        )  # fmt: skip
 
     @property
     def own_steps(self) -> int:
@@ -192,8 +205,7 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
     steps = random.randint(8, 16)
     options = Options(
         seed=seed, shards=shards, recovers=recovers, parity=parity, workers=workers,
-        dynamic=random.random() < 0.5,
-        layout=random.choice(("consecutive", "one_shot", "intermittent")), optimizer=optimizer,
+        dynamic=random.random() < 0.5, layout=_layout(seed, random), optimizer=optimizer,
         launches=random.choice(("fixed", "spawned", "moved")),
         servers_write=random.random() < 0.5, prefetches=random.random() < 0.5, steps=steps,
         every=random.randint(1, 6), preemption=random.choice((0.0, 0.01, 0.05)),
@@ -206,6 +218,14 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
         scope = "partial"
     faults = _faults(random, options, kinds)
     return replace(options, tight=tight, scope=scope, faults=faults)
+
+
+def _layout(seed: int, random: Random) -> Layout:
+    """A quarter of the runs keeps a grid, and one in ten saves all rows each time. Drawn apart:
+    nothing else that a seed means depends on it."""
+    other: Layout = random.choice(("consecutive", "one_shot", "intermittent"))
+    lot = Random(f"layout {seed}").random()
+    return "grid" if lot < 0.25 else "full" if lot < 0.35 else other
 
 
 def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> tuple[Fault, ...]:

@@ -48,6 +48,8 @@ class Outcome:
     resumes: int = 0
     parities: int = 0
     """How often the parity of a host was held against the rows."""
+    extractions: int = 0
+    """How often rows of a grid were moved."""
     faults: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
 
@@ -86,7 +88,7 @@ def run_options(options: Options) -> Outcome:
                 finally:
                     scheduler.close()
             outcome.recoveries, outcome.resumes = job.recoveries, job.resumes
-            outcome.parities = job.parities_checked
+            outcome.parities, outcome.extractions = job.parities_checked, job.extractions
     finally:
         if collects:
             gc.enable()
