@@ -17,12 +17,12 @@ Launches = Literal["fixed", "spawned", "moved"]
 Workers = Literal["one", "synchronous", "asynchronous"]
 FaultKind = Literal[
     "kill", "pause", "cut", "part", "late", "storm", "jump", "disk", "kill trainer",
-    "pause trainer", "lag", "launch", "replace trainer",
+    "pause trainer", "memory", "lag", "launch", "replace trainer",
 ]  # fmt: skip
 
 ALL_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-KINDS = ALL_KINDS[:-3]
-"""What is drawn at random; the others belong to scenarios."""
+KINDS = ALL_KINDS[:-4]
+"""What is drawn at random, beside "memory"; the others belong to scenarios."""
 
 COORDINATOR = -1
 """As `Fault.other`: the trainer that coordinates."""
@@ -43,6 +43,9 @@ class Fault:
     is a cut through which everything comes, `delay` seconds later. While *launch* lasts, nobody can
     start another server. A trainer that is *replaced* is stopped, and another started meanwhile:
     it wakes beside its successor.
+
+    A server that is short of *memory* cannot finish the call, of those that take some, which is the
+    how manieth `times` says; one that is `inward` has done its work by then.
 
     A fault with `on` waits until server `by` has asked others that of their parity so many `times`,
     and a kill for `delay` seconds more.
@@ -78,6 +81,8 @@ class Fault:
             way = "and" if self.kind == "part" else "from" if self.inward else "to"
             late = f", {self.delay:.1f} s" if self.kind == "lag" else ""
             return f"{self.kind}{late} server {self.target} {way} {other}{lasting}"
+        if self.kind == "memory":
+            return f"server {self.target} will be short of memory, in call {self.times}"
         if self.kind == "late":
             return f"what is sent to server {self.target} is late{lasting}"
         when = " after its next push" if self.kind == "kill" and self.inward else ""
@@ -217,6 +222,8 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
     if recovers == "parity" and alone and not tight and random.random() < 0.4:
         scope = "partial"
     faults = _faults(random, options, kinds)
+    if kinds == KINDS:
+        faults = tuple(sorted((*faults, *_shortages(options)), key=lambda fault: fault.at))
     return replace(options, tight=tight, scope=scope, faults=faults)
 
 
@@ -260,6 +267,20 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
         )  # fmt: skip
         found.append(fault)
     return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+def _shortages(options: Options) -> list[Fault]:
+    """Servers of one run in six are short of memory. Drawn apart, as layouts are."""
+    random = Random(f"memory {options.seed}")
+    count = random.randint(1, 4) if random.random() < 1 / 6 else 0
+    return [
+        Fault(
+            at=random.random() * options.steps * 2, kind="memory",
+            target=random.randrange(options.shards), inward=random.random() < 0.5,
+            times=random.choice((1, 2, 3, random.randint(4, 40))),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
 
 
 def _wave(random: Random, options: Options) -> tuple[Fault, ...]:

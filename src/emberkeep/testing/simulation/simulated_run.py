@@ -26,6 +26,7 @@ from emberkeep.testing.simulation.scheduler import (
     SimulationError,
     undisturbed,
 )
+from emberkeep.testing.simulation.short_memory import short_of_memory
 from emberkeep.testing.simulation.sim_job import Caller, Follower, Job, Leader
 from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
@@ -80,7 +81,11 @@ def run_options(options: Options) -> Outcome:
             warnings.simplefilter("ignore")
             world = World(options, scheduler)
             job = Job(world, model)
-            with stores_of(world), _attribute(messages, "MESSAGE_NBYTES", options.message_nbytes):
+            with (
+                stores_of(world),
+                short_of_memory(world.short, world.tell),
+                _attribute(messages, "MESSAGE_NBYTES", options.message_nbytes),
+            ):
                 try:
                     scheduler.run(lambda: _main(job), world.harness)
                 except (SimulationError, EmberkeepError, AssertionError) as error:
