@@ -43,10 +43,9 @@ from emberkeep.testing.simulation.sim_network import SimulatedClock
 from emberkeep.testing.simulation.sim_options import ALL_KINDS, Options
 from emberkeep.testing.simulation.sim_threading import SimLock, patched
 from emberkeep.testing.simulation.simulated_run import run_options
+from tests.faults.seeds import check_seeds
 from tests.threads import started_since
 
-# The default run tries so many seeds, the same on every machine.
-SEEDS = 20
 SOAK_SEEDS = int(os.environ.get("EMBERKEEP_SEEDS", "2000"))
 FIRST_SOAK_SEED = int(os.environ.get("EMBERKEEP_FIRST_SEED", "100000"))
 
@@ -335,12 +334,6 @@ def test_seeds_cover_what_there_is() -> None:
     assert {options.layout for options in drawn} == {*LAYOUTS}
 
 
-def test_no_seed_loses_or_doubles_a_push() -> None:
-    for seed in range(SEEDS):
-        outcome = simulate(seed)
-        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
-
-
 @pytest.mark.parametrize(
     ("seed", "layout"),
     [
@@ -360,9 +353,7 @@ def test_what_is_known_of_asynchronous_pushes_is_not_taken_for_more(
 
 @pytest.mark.soak
 def test_many_seeds_lose_and_double_no_push() -> None:
-    for seed in range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS):
-        outcome = simulate(seed)
-        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
+    check_seeds(range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS))
 
 
 def test_a_lost_push_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
