@@ -200,7 +200,7 @@ SERVER_MUTATIONS = (
     Mutation(
         "W3", "the state of a reader counts the samples of one rank", "data/reader.py",
         "samples=self._place.samples + passed", "samples=self._place.samples + len(batch)",
-        "unit/data/test_reader.py",
+        "integration/test_workers.py",
     ),
 )  # fmt: skip
 
