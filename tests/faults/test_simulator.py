@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -21,6 +23,8 @@ import emberkeep
 from emberkeep.cli import app
 from emberkeep.erasure.host import ParityHost
 from emberkeep.erasure.messages import Changed
+from emberkeep.repository.grid.living import LivingRows
+from emberkeep.repository.policies import LAYOUTS, Layout
 from emberkeep.rows.slab import Slab
 from emberkeep.runtime.background import Worker
 from emberkeep.runtime.crew import Crew
@@ -36,13 +40,12 @@ from emberkeep.testing.simulation.scheduler import (
     current_task,
 )
 from emberkeep.testing.simulation.sim_network import SimulatedClock
-from emberkeep.testing.simulation.sim_options import ALL_KINDS
+from emberkeep.testing.simulation.sim_options import ALL_KINDS, Options
 from emberkeep.testing.simulation.sim_threading import SimLock, patched
 from emberkeep.testing.simulation.simulated_run import run_options
+from tests.faults.seeds import check_seeds
 from tests.threads import started_since
 
-# The default run tries so many seeds, the same on every machine.
-SEEDS = 20
 SOAK_SEEDS = int(os.environ.get("EMBERKEEP_SEEDS", "2000"))
 FIRST_SOAK_SEED = int(os.environ.get("EMBERKEEP_FIRST_SEED", "100000"))
 
@@ -328,32 +331,29 @@ def test_seeds_cover_what_there_is() -> None:
     assert {options.launches for options in drawn} == {"fixed", "spawned", "moved"}
     assert {fault.kind for options in drawn for fault in options.faults} == set(ALL_KINDS)
     assert {options.shards for options in drawn} == {1, 2, 3, 4, 5}
-
-
-def test_no_seed_loses_or_doubles_a_push() -> None:
-    for seed in range(SEEDS):
-        outcome = simulate(seed)
-        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
+    assert {options.layout for options in drawn} == {*LAYOUTS}
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "layout"),
     [
-        202024,  # a version holds a push that is acknowledged later, and shards come back from it
-        100752,  # in the background, a worker dies with the server that acknowledged its last push
+        # a version holds a push that is acknowledged later, and shards come back from it
+        (202024, "intermittent"),
+        # in the background, a worker dies with the server that acknowledged its last push
+        (100752, "intermittent"),
     ],
 )
-def test_what_is_known_of_asynchronous_pushes_is_not_taken_for_more(seed: int) -> None:
-    outcome = simulate(seed)
+def test_what_is_known_of_asynchronous_pushes_is_not_taken_for_more(
+    seed: int, layout: Layout
+) -> None:
+    outcome = run_options(replace(run_of(seed), layout=layout))
     assert outcome.options.workers == "asynchronous"
     assert not outcome.failure
 
 
 @pytest.mark.soak
 def test_many_seeds_lose_and_double_no_push() -> None:
-    for seed in range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS):
-        outcome = simulate(seed)
-        assert not outcome.failure, f"emberkeep simulate --seed {seed}: {outcome.failure}"
+    check_seeds(range(FIRST_SOAK_SEED, FIRST_SOAK_SEED + SOAK_SEEDS))
 
 
 def test_a_lost_push_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +386,39 @@ def test_parity_is_not_judged_by_half_a_push(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert not outcome.failure
     assert outcome.parities > 10
+
+
+@pytest.mark.parametrize("servers_write", [False, True])
+def test_rows_of_a_grid_move_on_the_turns_of_a_simulation(servers_write: bool) -> None:
+    grid = _grid_run(servers_write)
+    first, second = run_options(grid), run_options(grid)
+    assert not first.failure
+    assert first.extractions > 5
+    assert first.extractions == second.extractions
+    assert (first.story, first.turns) == (second.story, second.turns)
+
+
+@pytest.mark.parametrize("servers_write", [False, True])
+def test_versions_of_a_grid_that_extraction_spoils_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, servers_write: bool
+) -> None:
+    rows_of = LivingRows.rows_of
+
+    def end_too_early(rows: LivingRows, living: Any) -> Any:
+        tables, ids, deaths = rows_of(rows, living)
+        return tables, ids, np.where(deaths > living.piece.birth + 1, deaths - 1, deaths)
+
+    monkeypatch.setattr(LivingRows, "rows_of", end_too_early)
+    assert re.search("version .* of step", run_options(_grid_run(servers_write)).failure)
+
+
+def _grid_run(servers_write: bool) -> Options:
+    """One whose rows are moved often. Every server keeps its part of the catalog."""
+    scenario = replace(scenario_of("late", 5), faults=(), layout="grid", every=1, steps=16)
+    assert scenario.shards > 1
+    assert scenario.grid is not None
+    assert scenario.grid.ratio < 0.5
+    return replace(scenario, servers_write=servers_write)
 
 
 def test_wrong_parity_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

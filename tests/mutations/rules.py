@@ -17,7 +17,8 @@ SOURCES = Path(__file__).parent.parent.parent / "src"
 class Mutation:
     """One rule, and how it is broken: `old`, which occurs once in the file, becomes `new`.
 
-    `noticed_by` is a test, in `tests/faults`, that is known to fail then.
+    `noticed_by` is a test that is known to fail then, or the one that leads to the rule: in
+    `tests/faults`, or in `tests` where it names a directory.
     """
 
     rule: str

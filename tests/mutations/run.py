@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutations.rules import MUTATIONS, SOURCES, Mutation
+from tests.mutations.server_rules import SERVER_MUTATIONS, SIMULATED
 
 ROOT = SOURCES.parent
 SECONDS = 60.0
 MOST_SECONDS = 600.0
 # What may notice a rule of which protocol. All of it is in the default run.
+TESTS = "tests/"
 FAULTS = "tests/faults/"
 REPOSITORY = (
     "test_histories.py", "test_repository_schedules.py", "test_failing_calls.py",
@@ -39,6 +41,15 @@ TIER = (
     "test_histories.py", "test_tier_power.py", "test_tier_decisions.py", "test_tier_cleaning.py",
     "test_tier_head.py", "test_tier_absence.py", "test_tier_faults.py", "test_failing_calls.py",
 )  # fmt: skip
+SERVERS = (
+    "unit/cluster/test_spread.py", "unit/server/test_ray_placement.py",
+    "unit/server/test_server_end.py", "faults/test_servers_signalled.py",
+    "unit/wire/test_private_socket.py", "integration/test_strangers.py",
+    "integration/test_adoption.py", "faults/test_rewind.py", "unit/data/test_reader.py",
+    "integration/test_workers.py",
+)  # fmt: skip
+# Those of servers that simulated clusters can meet are tried by `simulated.py`.
+ALL = (*MUTATIONS, *(each for each in SERVER_MUTATIONS if each not in SIMULATED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Verdict:
 
 def tests_for(mutation: Mutation) -> Sequence[str]:
     """All of them; the one that is known to notice it comes first."""
-    every = TIER if mutation.rule.startswith("T") else REPOSITORY
+    every = {"T": TIER, "S": SERVERS, "W": SERVERS}.get(mutation.rule[0], REPOSITORY)
     return [mutation.noticed_by, *(name for name in every if name != mutation.noticed_by)]
 
 
@@ -74,7 +85,7 @@ def verdict(
         }  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-m", "not soak", "-p", "no:cacheprovider",
-            "--tb=no", *(FAULTS + name for name in tests or tests_for(mutation)),
+            "--tb=no", *map(path_of, tests or tests_for(mutation)),
         ]  # fmt: skip
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, start_new_session=True,
@@ -93,6 +104,10 @@ def verdict(
         failed = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
         by = failed[0].split(" - ")[0].rpartition("/")[2] if failed else "the run ended"
     return Verdict(mutation, by, time.monotonic() - start)
+
+
+def path_of(test: str) -> str:
+    return TESTS + test if "/" in test else FAULTS + test
 
 
 def _limited(seconds: float) -> Callable[[], None]:
@@ -118,7 +133,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("rules", nargs="*")
     given = parser.parse_args()
-    chosen = [m for m in MUTATIONS if m.rule in given.rules] or sample(given.seed, given.sample)
+    chosen = [m for m in ALL if m.rule in given.rules] or sample(given.seed, given.sample)
     verdicts = []
     for mutation in chosen:
         found = verdict(mutation, given.seconds)

@@ -1,10 +1,10 @@
 """The rules of servers, parity and workers, each broken in the smallest way.
 
 `S` are the rules of servers and parity, `W` those of workers, by their numbers. They were written
-down before the simulator was run on them; `simulated.py` says which of them it notices, within how
-many seeds. Left out, because a simulated cluster has no such thing: S9 (several shards on one
-machine), S13 (signals), S14 (bodies of any length), S15 (servers that outlive their trainer with
-their rows), W3 (a reader of samples).
+down before anything was run on them; `simulated.py` says which of them the simulator notices,
+within how many seeds. A simulated cluster has no machines that several shards share (S9), no
+signals (S13), no bodies of any length (S14) and no reader of samples (W3): those name a default
+test in place of the simulator, and `run.py` tries them.
 """
 
 from __future__ import annotations
@@ -151,6 +151,26 @@ SERVER_MUTATIONS = (
         "S12", "stripes of a host that holds nothing count as protected", STREAMS,
         "                self._leave_out(host)\n", "", SIMULATOR,
     ),
+    Mutation(
+        "S9", "a node gets as many shards of a stripe as there are", "cluster/spread.py",
+        "    least = -(-shards // parity.r)\n", "    least = 1\n", "unit/cluster/test_spread.py",
+    ),
+    Mutation(
+        "S13", "a server ends at the first signal, while its run needs it", "server/server_end.py",
+        "        if self._asked.is_set():\n            self._now.set()\n",
+        "        self._now.set()\n", "faults/test_servers_signalled.py",
+    ),
+    Mutation(
+        "S14", "a body is read of a client that has shown no certificate",
+        "server/flight_server.py", '{"verify_client": True, ', '{"verify_client": False, ',
+        "integration/test_strangers.py",
+    ),
+    Mutation(
+        "S15", "what a trainer had frozen when it died stays frozen", "server/shard_service.py",
+        "        self._cancelled.set()\n        for snapshot in self._snapshots:\n"
+        "            snapshot.close(())\n        self._snapshots = ()\n",
+        "        self._cancelled.set()\n", SIMULATOR,
+    ),
     # -- workers -----------------------------------------------------------------------------------
     Mutation(
         "W1-meet", "a shard does not wait for every rank", PUSHES,
@@ -177,4 +197,12 @@ SERVER_MUTATIONS = (
         "        self._ahead = None\n",
         "    def _drop_ahead(self) -> None:\n        self._await_ahead()\n", SIMULATOR,
     ),
+    Mutation(
+        "W3", "the state of a reader counts the samples of one rank", "data/reader.py",
+        "samples=self._place.samples + passed", "samples=self._place.samples + len(batch)",
+        "integration/test_workers.py",
+    ),
 )  # fmt: skip
+
+SIMULATED = tuple(each for each in SERVER_MUTATIONS if each.noticed_by == SIMULATOR)
+"""Those that a simulated cluster can meet."""

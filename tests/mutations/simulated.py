@@ -26,7 +26,7 @@ from emberkeep.testing.simulation.scenarios import scenario_of
 from emberkeep.testing.simulation.sim_options import Options, options_of
 from emberkeep.testing.simulation.simulated_run import run_options
 from tests.mutations.rules import SOURCES, Mutation
-from tests.mutations.server_rules import SERVER_MUTATIONS
+from tests.mutations.server_rules import SIMULATED
 
 SEEDS = 300
 # Of processor time: how fast the machine is otherwise says nothing about a mutation.
@@ -58,6 +58,7 @@ SCENARIOS_OF: dict[str, tuple[str, ...]] = {
     "S10-resend": ("goes on",),
     "S11": ("goes on", "tight"),
     "S12": ("parted",),
+    "S15": ("resumed",),
     "W1": ("ranks",),
     "W2": ("ahead",),
 }
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("rules", nargs="*")
     given = parser.parse_args()
-    chosen = [m for m in SERVER_MUTATIONS if not given.rules or m.rule in given.rules]
+    chosen = [m for m in SIMULATED if not given.rules or m.rule in given.rules]
     caught, start = 0, time.monotonic()
     for mutation in chosen:
         found = noticed(mutation, given.first, given.seeds, given.seconds)

@@ -6,7 +6,8 @@ import pytest
 
 from emberkeep.testing.simulation.scenarios import SCENARIOS
 from tests.mutations.rules import SOURCES, Mutation
-from tests.mutations.server_rules import SERVER_MUTATIONS
+from tests.mutations.run import path_of
+from tests.mutations.server_rules import SERVER_MUTATIONS, SIMULATED
 from tests.mutations.simulated import SCENARIOS_OF, scenarios_of
 
 
@@ -16,16 +17,24 @@ def test_every_mutation_applies(mutation: Mutation) -> None:
     compile(mutation.applied(path.read_text()), str(path), "exec")
 
 
-def test_every_rule_of_a_simulated_cluster_is_broken_by_one() -> None:
+def test_every_rule_is_broken_by_one() -> None:
     rules = {mutation.rule.split("-")[0] for mutation in SERVER_MUTATIONS}
-    servers = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12)
-    assert rules == {*(f"S{number}" for number in servers), "W1", "W2"}
+    assert rules == {*(f"S{number}" for number in range(1, 16)), "W1", "W2", "W3"}
+    others = {each.rule for each in SERVER_MUTATIONS if each not in SIMULATED}
+    assert others == {"S9", "S13", "S14", "W3"}
     assert len({mutation.rule for mutation in SERVER_MUTATIONS}) == len(SERVER_MUTATIONS)
+
+
+def test_what_notices_the_others_is_a_default_test() -> None:
+    for mutation in SERVER_MUTATIONS:
+        test = SOURCES.parent / path_of(mutation.noticed_by)
+        assert test.exists()
+        assert "pytestmark = pytest.mark.soak" not in test.read_text()
 
 
 def test_every_mutation_has_scenarios_of_its_own_rule() -> None:
     """ "S1" begins the names of S10, S11 and S12, too, whose scenarios are others."""
-    by_name = {mutation.rule: scenarios_of(mutation) for mutation in SERVER_MUTATIONS}
+    by_name = {mutation.rule: scenarios_of(mutation) for mutation in SIMULATED}
     assert all(by_name.values())
     assert by_name["S1-epoch"] == SCENARIOS_OF["S1"]
     assert by_name["S12"] == SCENARIOS_OF["S12"]

@@ -8,6 +8,7 @@ import pytest
 
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_cluster import RemoteCluster
+from emberkeep.cluster.shard import Shard
 from emberkeep.testing.simulation.scenarios import scenario_of
 from emberkeep.testing.simulation.sim_options import COORDINATOR, Fault, Launches
 from emberkeep.testing.simulation.simulated_run import Outcome, run_options
@@ -80,3 +81,25 @@ def test_a_fault_waits_for_a_question() -> None:
     lines = [line for line in outcome.story if "fault: lag" in line]
     assert len(lines) >= 4
     assert len({line.split()[0] for line in lines}) == 1
+
+
+def short_of_memory(times: int) -> Outcome:
+    """A server fails in the middle of a call."""
+    scenario = replace(scenario_of("unheard", 2), steps=12)
+    short = Fault(at=2.0, kind="memory", inward=True, times=times)
+    return run_options(replace(scenario, faults=(short,)))
+
+
+def test_a_server_is_short_of_memory_once_and_nothing_is_lost() -> None:
+    where = set()
+    for times in range(1, 8):
+        outcome = short_of_memory(times)
+        assert not outcome.failure
+        (line,) = (line for line in outcome.story if "has no memory after" in line)
+        where.add(line.split()[-1])
+    assert {"Slab.push", "ParityMember.record", "Ledger.note"} <= where
+
+
+def test_half_a_write_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shard, "tear", lambda shard, error: None)
+    assert any("wrong" in short_of_memory(times).failure for times in range(1, 8))

@@ -16,8 +16,6 @@ from emberkeep.wire.security import Security, split_address
 from emberkeep.wire.transport import Transport
 
 _POLL_SECONDS = 0.1
-# For servers that are started at the same time as the run.
-_STARTING = timedelta(minutes=2)
 
 
 class Launcher(Protocol):
@@ -101,8 +99,7 @@ class FixedAddresses:
 
     def replace(self, shard: int, life: str) -> str:
         address = self._addresses[shard]
-        patience = self._patience if life else min(self._patience, _STARTING)
-        until = self._clock.monotonic() + patience.total_seconds()
+        until = self._clock.monotonic() + self._patience.total_seconds()
         waiting, why = Waiting(self._clock), "it shuts down"
         while (left := until - self._clock.monotonic()) > 0:
             connection = Connection(address, self._security, transport=self._transport)
@@ -122,7 +119,7 @@ class FixedAddresses:
             self.stop.pause(_POLL_SECONDS, f"a server of shard {shard} at {address}")
         raise ServerError(
             f"shard {shard} at {address} does not answer, and nobody started it within "
-            f"{patience.total_seconds():g} s: start emberkeep serve there"
+            f"{self._patience.total_seconds():g} s: start emberkeep serve there"
         )
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ class Timing:
     - `lease`: how long a server answers without hearing from its coordinator, and how long one that
       does not answer is waited for where another can take its place. At least `deadline`.
     - `bulk`: for moving many rows at once.
-    - `patience`: for whatever needs somebody else to act: a server that shall be started again, a
-      recovery that other ranks wait for, a rank whose part of a step is missing. After that the
-      run ends.
+    - `patience`: for whatever needs somebody else to act: a server that shall be started, or
+      started again, a recovery that other ranks wait for, a rank whose part of a step is missing.
+      After that the run ends.
     """
 
     deadline: timedelta = timedelta(seconds=10)

@@ -425,7 +425,7 @@ class RayLauncher:
     def address(self, shard: int) -> str:
         address, life, _ = self.where(shard)
         if life not in self._nodes:
-            self._nodes[life] = self._ask("node", shard, _START_SECONDS)
+            self._nodes[life] = self._ask("node", shard)
         return address
 
     def _on_same_node(self, shard: int, life: str) -> bool:
@@ -437,15 +437,16 @@ class RayLauncher:
 
     def security(self) -> Security:
         """What servers demand of their clients."""
-        return self._ask("security", 0, _START_SECONDS)  # type: ignore[no-any-return]
+        return self._ask("security", 0)  # type: ignore[no-any-return]
 
-    def where(self, shard: int, seconds: float = _START_SECONDS) -> tuple[str, str, int]:
-        """Address, life and process of a server; waits while Ray makes it again."""
+    def where(self, shard: int, seconds: float | None = None) -> tuple[str, str, int]:
+        """Address, life and process of a server; waits while Ray makes it again, for `patience`
+        unless `seconds` are given."""
         return self._ask("where", shard, seconds)  # type: ignore[no-any-return]
 
     def warn_of_sharing(self, parity: Parity) -> None:
         """Says what a node that dies takes with it, where that is more than parity bears."""
-        nodes = [self._ask("node", shard, _START_SECONDS) for shard in range(self.count)]
+        nodes = [self._ask("node", shard) for shard in range(self.count)]
         remedy = (
             f"add nodes to Ray, and start servers with emberkeep cluster up --parity "
             f"{parity.k},{parity.r}"
@@ -472,8 +473,10 @@ class RayLauncher:
                     return self._ask("attached", shard, _ASK_SECONDS) or "a run that is starting"
         return None
 
-    def _ask(self, what: str, shard: int, seconds: float) -> Any:
+    def _ask(self, what: str, shard: int, seconds: float | None = None) -> Any:
         ray = connected_ray()
+        if seconds is None:
+            seconds = self._timing.patience.total_seconds()
         try:
             return ray.get(getattr(self._actors[shard], what).remote(), timeout=seconds)
         except ray.exceptions.RayError as error:

@@ -309,6 +309,18 @@ def _decoding(random: Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _resumed(random: Random) -> dict[str, Any]:
+    """Trainers die beside servers that live, often while a version is being written."""
+    faults, at = [], random.uniform(2, 6)
+    for _ in range(4):
+        faults.append(Fault(at=at, kind="kill trainer"))
+        at += _LEASE + random.uniform(0.5, 4)
+    return {
+        "launches": random.choice(("fixed", "spawned")), "dynamic": random.random() < 0.5,
+        "every": 1, "steps": 50, "pace": 0.4, "faults": tuple(faults),
+    }  # fmt: skip
+
+
 SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "outlived": _outlived,
     "late": _late,
@@ -330,4 +342,5 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "watched": _watched,
     "usurped": _usurped,
     "decoding": _decoding,
+    "resumed": _resumed,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -49,6 +50,8 @@ class Job:
         self.recoveries = 0
         self.resumes = 0
         self.parities_checked = 0
+        self.extractions = 0
+        """How often rows of a grid were moved."""
         self.went_back = False
         """Whether rows came from a version: what asynchronous workers pushed is not known then."""
         self.followed = 0
@@ -87,6 +90,10 @@ class Job:
         self.pending, self.unsettled = None, []
 
     def strategy(self) -> Strategy:
+        strategy = self._strategy()
+        return replace(strategy, spec=replace(strategy.spec, grid=self.options.grid))
+
+    def _strategy(self) -> Strategy:
         options, every = self.options, self.options.every
         if options.recovers == "full":
             return incremental(every=every, layout=options.layout, keep="all", recovery="full")
@@ -287,6 +294,10 @@ class Leader:
                 self._lose(details)
         elif event == "returned":
             world.tell(f"shard {details['shard']} is back with its rows")
+        elif event == "extracted":
+            job.extractions += details["pieces"] > 0
+        elif event == "extraction_failed":
+            world.tell(f"extraction failed: {details['error']}")
         elif event in ("save_failed", "save_cancelled"):
             world.tell(f"{event} at step {details['step']}: {details.get('error', '')}")
 

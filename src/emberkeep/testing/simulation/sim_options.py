@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from emberkeep.erasure.codes import Parity
 from emberkeep.erasure.messages import MESSAGE_NBYTES
+from emberkeep.repository.policies import Grid, Layout
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table, Uniform
 
 Recovers = Literal["full", "partial", "parity"]
@@ -16,12 +17,12 @@ Launches = Literal["fixed", "spawned", "moved"]
 Workers = Literal["one", "synchronous", "asynchronous"]
 FaultKind = Literal[
     "kill", "pause", "cut", "part", "late", "storm", "jump", "disk", "kill trainer",
-    "pause trainer", "lag", "launch", "replace trainer",
+    "pause trainer", "memory", "lag", "launch", "replace trainer",
 ]  # fmt: skip
 
 ALL_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-KINDS = ALL_KINDS[:-3]
-"""What is drawn at random; the others belong to scenarios."""
+KINDS = ALL_KINDS[:-4]
+"""What is drawn at random, beside "memory"; the others belong to scenarios."""
 
 COORDINATOR = -1
 """As `Fault.other`: the trainer that coordinates."""
@@ -42,6 +43,9 @@ class Fault:
     is a cut through which everything comes, `delay` seconds later. While *launch* lasts, nobody can
     start another server. A trainer that is *replaced* is stopped, and another started meanwhile:
     it wakes beside its successor.
+
+    A server that is short of *memory* cannot finish the call, of those that take some, which is the
+    how manieth `times` says; one that is `inward` has done its work by then.
 
     A fault with `on` waits until server `by` has asked others that of their parity so many `times`,
     and a kill for `delay` seconds more.
@@ -77,6 +81,8 @@ class Fault:
             way = "and" if self.kind == "part" else "from" if self.inward else "to"
             late = f", {self.delay:.1f} s" if self.kind == "lag" else ""
             return f"{self.kind}{late} server {self.target} {way} {other}{lasting}"
+        if self.kind == "memory":
+            return f"server {self.target} will be short of memory, in call {self.times}"
         if self.kind == "late":
             return f"what is sent to server {self.target} is late{lasting}"
         when = " after its next push" if self.kind == "kill" and self.inward else ""
@@ -94,7 +100,7 @@ class Options:
     parity: Parity | None
     workers: Workers
     dynamic: bool
-    layout: Literal["consecutive", "one_shot", "intermittent"]
+    layout: Layout
     optimizer: Optimizer
     launches: Launches
     servers_write: bool
@@ -125,6 +131,18 @@ class Options:
     def message_nbytes(self) -> int:
         """How much of a write one message of parity holds: every second run cuts most of them."""
         return 64 if self.seed % 2 else MESSAGE_NBYTES
+
+    @property
+    def grid(self) -> Grid | None:
+        """How a grid is kept: whether rows are moved at once, as by default or seldom, and how
+        soon extraction is too far behind."""
+        if self.layout != "grid":
+            return None
+        random = Random(f"grid {self.seed}")
+        return Grid(
+            ratio=random.choice((0.0, 0.15, 0.5)), concatenate=random.random() < 0.8,
+            most_behind=random.choice((1, 8)), behind=random.choice(("skip", "wait")),
+        )  # fmt: skip
 
     @property
     def own_steps(self) -> int:
@@ -192,8 +210,7 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
     steps = random.randint(8, 16)
     options = Options(
         seed=seed, shards=shards, recovers=recovers, parity=parity, workers=workers,
-        dynamic=random.random() < 0.5,
-        layout=random.choice(("consecutive", "one_shot", "intermittent")), optimizer=optimizer,
+        dynamic=random.random() < 0.5, layout=_layout(seed, random), optimizer=optimizer,
         launches=random.choice(("fixed", "spawned", "moved")),
         servers_write=random.random() < 0.5, prefetches=random.random() < 0.5, steps=steps,
         every=random.randint(1, 6), preemption=random.choice((0.0, 0.01, 0.05)),
@@ -205,7 +222,17 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
     if recovers == "parity" and alone and not tight and random.random() < 0.4:
         scope = "partial"
     faults = _faults(random, options, kinds)
+    if kinds == KINDS:
+        faults = tuple(sorted((*faults, *_shortages(options)), key=lambda fault: fault.at))
     return replace(options, tight=tight, scope=scope, faults=faults)
+
+
+def _layout(seed: int, random: Random) -> Layout:
+    """A quarter of the runs keeps a grid, and one in ten saves all rows each time. Drawn apart:
+    nothing else that a seed means depends on it."""
+    other: Layout = random.choice(("consecutive", "one_shot", "intermittent"))
+    lot = Random(f"layout {seed}").random()
+    return "grid" if lot < 0.25 else "full" if lot < 0.35 else other
 
 
 def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> tuple[Fault, ...]:
@@ -240,6 +267,20 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
         )  # fmt: skip
         found.append(fault)
     return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+def _shortages(options: Options) -> list[Fault]:
+    """Servers of one run in six are short of memory. Drawn apart, as layouts are."""
+    random = Random(f"memory {options.seed}")
+    count = random.randint(1, 4) if random.random() < 1 / 6 else 0
+    return [
+        Fault(
+            at=random.random() * options.steps * 2, kind="memory",
+            target=random.randrange(options.shards), inward=random.random() < 0.5,
+            times=random.choice((1, 2, 3, random.randint(4, 40))),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
 
 
 def _wave(random: Random, options: Options) -> tuple[Fault, ...]:

@@ -18,6 +18,7 @@ from emberkeep.errors import ServerError, StorageError
 from emberkeep.runtime.stopping import Stop
 from emberkeep.server import epoch as epochs
 from emberkeep.testing.simulation.scheduler import Process, Scheduler, current_task
+from emberkeep.testing.simulation.short_memory import Shortage
 from emberkeep.testing.simulation.sim_network import SimulatedNetwork
 from emberkeep.testing.simulation.sim_options import (
     COORDINATOR,
@@ -94,6 +95,7 @@ class World:
         self.disk = MemoryStore(self.network.clock(self.harness))
         self.disk_fails = 0
         self.launch_fails = 0
+        self.short: dict[Process, Shortage] = {}
         self.replaced: set[Process] = set()
         """Trainers that are stopped, and wake beside another that was started meanwhile."""
         self.trainers: list[Process] = []
@@ -211,6 +213,9 @@ class World:
                 self.network.after_push[address] = (die, fault.unheard)
             else:
                 self._die(process, address)
+            return nothing
+        if fault.kind == "memory":
+            self.short[process] = Shortage(fault.times, after=fault.inward)
             return nothing
         if fault.kind == "jump":
             process.jumped += timedelta(hours=self.scheduler.random.randint(-48, 48))

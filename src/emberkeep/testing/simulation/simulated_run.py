@@ -26,6 +26,7 @@ from emberkeep.testing.simulation.scheduler import (
     SimulationError,
     undisturbed,
 )
+from emberkeep.testing.simulation.short_memory import short_of_memory
 from emberkeep.testing.simulation.sim_job import Caller, Follower, Job, Leader
 from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
@@ -48,6 +49,8 @@ class Outcome:
     resumes: int = 0
     parities: int = 0
     """How often the parity of a host was held against the rows."""
+    extractions: int = 0
+    """How often rows of a grid were moved."""
     faults: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
 
@@ -78,7 +81,11 @@ def run_options(options: Options) -> Outcome:
             warnings.simplefilter("ignore")
             world = World(options, scheduler)
             job = Job(world, model)
-            with stores_of(world), _attribute(messages, "MESSAGE_NBYTES", options.message_nbytes):
+            with (
+                stores_of(world),
+                short_of_memory(world.short, world.tell),
+                _attribute(messages, "MESSAGE_NBYTES", options.message_nbytes),
+            ):
                 try:
                     scheduler.run(lambda: _main(job), world.harness)
                 except (SimulationError, EmberkeepError, AssertionError) as error:
@@ -86,7 +93,7 @@ def run_options(options: Options) -> Outcome:
                 finally:
                     scheduler.close()
             outcome.recoveries, outcome.resumes = job.recoveries, job.resumes
-            outcome.parities = job.parities_checked
+            outcome.parities, outcome.extractions = job.parities_checked, job.extractions
     finally:
         if collects:
             gc.enable()
