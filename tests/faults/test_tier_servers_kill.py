@@ -11,16 +11,20 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import emberkeep as ek
 from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.tables import Tier
 from tests.faults.lives import Nursery
 from tests.faults.test_kill import CONFIG, DYNAMIC, random_end, result_in, seed
-from tests.servers import Farm
+from tests.integration.test_tiered_keeper import SHARDS as PARTIAL_SHARDS
+from tests.integration.test_tiered_keeper import TABLES, OnServers, Run
+from tests.servers import Farm, FarmLauncher
 
 SHARDS = 2
 ON_SERVERS = """
@@ -119,8 +123,64 @@ def check(nursery: Nursery, farm: Farm, where: Path, kills: int, **settings: str
             servers.end()
 
 
-def test_servers_and_trainer_are_killed(nursery: Nursery, farm: Farm, tmp_path: Path) -> None:
-    check(nursery, farm, tmp_path, 6, tables="")
+class Recovering(Run):
+    """Looks at each shard that has come back, before it is trained on."""
+
+    at: dict[int, list[dict[str, str]]]
+    """What each shard held when a step was done."""
+
+    def look(self) -> None:
+        self.at[self.keeper.steps] = [self.digests(shard) for shard in range(PARTIAL_SHARDS)]
+
+    def digests(self, shard: int) -> dict[str, str]:
+        return {t.name: str(self.cluster.handles[shard].digest(t.name)) for t in TABLES}
+
+    def hear(self, event: str, details: Any) -> None:
+        if event == "recovered":
+            (shard,) = details["shards"]
+            (batch,) = {file["batch"] for file in self.cluster.handles[shard].tier_files()}
+            assert details["scope"] == "partial"
+            assert batch >= max(saved["step"] for saved in self.heard("saved"))
+            assert self.digests(shard) == self.at[batch][shard], f"batch {batch}"
+            self.at = {step: held for step, held in self.at.items() if step >= batch}
+        super().hear(event, details)
+
+
+def check_partial(farm: Farm, where: Path, kills: int) -> None:
+    """One server after the other dies, at any moment of training and of making batches durable:
+    it alone goes back to the batch that was decided, while the others go on."""
+    launcher = FarmLauncher(farm, PARTIAL_SHARDS, tier=Tier(where / "t", memory=40_000))
+    strategy = ek.tiered(every=2, remote=10**6, recovery="partial")
+    run = Recovering(OnServers(launcher), where / "r", strategy)
+    run.at, chance = {}, random.Random(seed())
+    run.keeper.resume()
+    run.train(2)  # a batch is there
+    run.look()
+    for kill in range(1, kills + 1):
+        after = chance.uniform(0.0, 0.1)
+        killer = threading.Timer(after, launcher.kill, [chance.randrange(PARTIAL_SHARDS)])
+        killer.start()
+        while len(run.heard("recovered")) < kill:
+            run.train(1, wait=False)
+            with suppress(ShardLostError):  # which the next step makes good
+                run.look()
+        killer.join()
+    run.end()
+    launcher.end()
+
+
+# Twenty together.
+
+
+@pytest.mark.parametrize("tables", ["", DYNAMIC], ids=["fixed", "dynamic"])
+def test_servers_and_trainer_are_killed(
+    nursery: Nursery, farm: Farm, tmp_path: Path, tables: str
+) -> None:
+    check(nursery, farm, tmp_path, 7, tables=tables)
+
+
+def test_servers_are_killed_and_come_back_alone(farm: Farm, tmp_path: Path) -> None:
+    check_partial(farm, tmp_path, 6)
 
 
 @pytest.mark.soak
@@ -129,3 +189,8 @@ def test_they_are_killed_three_hundred_times(
     nursery: Nursery, farm: Farm, tmp_path: Path, tables: str
 ) -> None:
     check(nursery, farm, tmp_path, 150, tables=tables)
+
+
+@pytest.mark.soak
+def test_they_come_back_alone_a_hundred_times(farm: Farm, tmp_path: Path) -> None:
+    check_partial(farm, tmp_path, 100)

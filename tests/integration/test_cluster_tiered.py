@@ -66,17 +66,17 @@ def clusters(farm: Farm, root: Path) -> Iterator[TieredClusters]:
     opened.close()
 
 
-@pytest.mark.soak
 class TestOneTieredServer(OneServerContract):
-    """With memory for a batch, and for everything."""
+    """With memory for a batch."""
 
+    sizes: ClassVar[tuple[int, ...]] = (16_000,)
     needs: ClassVar[dict[str, tuple[int, ...]]] = {
         "test_thread_counts_give_the_same_bits": (900_000,),
     }
 
     @pytest.fixture(autouse=True)
     def _choose(self, request: pytest.FixtureRequest) -> None:
-        self.memories = itertools.cycle(self.needs.get(request.node.originalname, (16_000, ALL)))
+        self.memories = itertools.cycle(self.needs.get(request.node.originalname, self.sizes))
 
     def open(
         self, tables: Sequence[Table], optimizer: Optimizer, *, seed: int = 0, threads: int = 2
@@ -84,6 +84,13 @@ class TestOneTieredServer(OneServerContract):
         return self.clusters.open(
             tables, optimizer, shards=1, seed=seed, threads=threads, memory=next(self.memories)
         )
+
+
+@pytest.mark.soak
+class TestOneTieredServerOfTwoSizes(TestOneTieredServer):
+    """With memory for a batch, and for everything."""
+
+    sizes = (16_000, ALL)
 
 
 class TestTieredServers(ServersContract):

@@ -76,6 +76,7 @@ def test_a_server_that_is_killed_is_made_again_by_ray() -> None:
     assert clusters() == []
 
 
+@pytest.mark.soak  # so do those of `cluster up`
 def test_a_server_of_ray_comes_back_with_its_files(tmp_path: Path) -> None:
     table, optimizer = Table("t", rows=40, dim=2), SGD(lr=1.0)
     kept = ray_cluster(shards=2, tier=Tier(tmp_path / "t", memory="1MB"))
@@ -173,7 +174,7 @@ def _kill_once_a_version_is_there(where: Path) -> None:
     os.kill(RayLauncher(find("trained")).pid(0), signal.SIGKILL)
 
 
-def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
+def test_the_command_brings_servers_up_shows_them_and_takes_them_down(tmp_path: Path) -> None:
     run = CliRunner()
     at = ["--name", "shown", "--address", "here"]  # Ray is connected already
     made = run.invoke(app, ["cluster", "up", "--shards", "2", *at, "--json"])
@@ -189,6 +190,9 @@ def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     assert all(status["metrics_url"].startswith("http://127.0.0.1:") for status in statuses)
     assert clusters() == ["shown"]
     assert len(find("shown")) == 2
+    wants = ["cluster.kind=ray", "cluster.name=shown", f"tier.path={tmp_path}"]
+    with pytest.raises(ConfigError, match="'shown' is up without a tier, and this run wants one"):
+        run_on_ray(demo([*wants, "cluster.workers=2", "cluster.shards=2"]))
     # Not from under a run, and it says whose.
     cluster = ray_cluster(name="shown").open([Table("t", rows=4, dim=2)], SGD(lr=1.0), seed=0)
     refused = run.invoke(app, ["cluster", "down", *at])
@@ -200,6 +204,53 @@ def test_the_command_brings_servers_up_shows_them_and_takes_them_down() -> None:
     twice = run.invoke(app, ["cluster", "down", *at])
     assert twice.exit_code == ConfigError.exit_code
     assert "no cluster 'shown'" in twice.output
+
+
+def test_servers_that_are_up_keep_their_tier_show_it_and_refuse_another(tmp_path: Path) -> None:
+    run = CliRunner()
+    at = ["--name", "kept", "--address", "here"]  # Ray is connected already
+    path = str(tmp_path / "t")
+    tier = ["--tier", path, "--tier-memory", "1MB"]
+    made = run.invoke(app, ["cluster", "up", "--shards", "2", *at, *tier])
+    assert made.exit_code == 0, made.output
+    table, optimizer = Table("t", rows=40, dim=2), SGD(lr=1.0)
+    with pytest.raises(ConfigError, match=f"'kept' has its tier in {path}, and this run wants"):
+        ray_cluster(name="kept", tier=Tier(tmp_path / "u", memory="1MB")).open(
+            [table], optimizer, seed=0
+        )
+    pids = [RayLauncher(find("kept")).pid(shard) for shard in range(2)]
+    with pytest.warns(UserWarning, match="for the hot rows of its tier, not 0.002"):
+        cluster = ray_cluster(name="kept", tier=Tier(path, memory="2MB")).open(
+            [table], optimizer, seed=0
+        )
+    store = LocalStore(tmp_path / "r")
+    repository = Repository.create(store, schema=cluster.schema()).id
+    tiers = RemoteTiers([cluster], store, repository, SYSTEM_CLOCK)
+    ids = [RowIds(np.arange(40), np.array([0, 40]))]
+    for _ in range(2):
+        cluster.pull(ids)
+        cluster.push(ids, [np.ones((40, 2), np.float32)], lr=1.0)
+    tiers.prepare(1)()
+    tiers.commit()
+    after = cluster.pull(ids)[0]
+    use = json.loads(run.invoke(app, ["cluster", "status", *at, "--json"]).stdout)["shards"]
+    assert [status["tier"]["path"] for status in use] == [path, path]
+    rates = [f"{status['tier']['use']['hit_rate']:.1%}" for status in use]
+    shown = run.invoke(app, ["cluster", "status", *at]).stdout
+    assert all(f"tier {rate}" in shown for rate in rates), shown
+    assert shown.count("batch 1 is durable") == 2
+
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(ShardLostError):
+        cluster.pull(ids)
+    assert tiers.renew(cluster, [0]) == ([0], [])
+    tiers.serve(cluster, [0])
+    assert np.array_equal(cluster.pull(ids)[0], after)
+    shown = run.invoke(app, ["cluster", "status", *at]).stdout
+    assert shown.count("batch 1 is durable") == 2
+    assert shown.count(f"keeps its rows in {path}, 1MB of them in memory") == 2
+    cluster.close()
+    assert run.invoke(app, ["cluster", "down", *at]).exit_code == 0
 
 
 def test_workers_are_heard_asked_to_stop_and_their_death_is_reported() -> None:

@@ -4,6 +4,7 @@ they return to, and what is left when a node, a driver or a server dies."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import ray
 import trustme
 
+import emberkeep as ek
 from emberkeep._types import RowIds
 from emberkeep.blobs import LocalStore
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
@@ -28,6 +30,7 @@ from emberkeep.server.ray.ray_session import NAMESPACE
 from emberkeep.server.ray.server_resources import DISK, ServerResources
 from emberkeep.tables import SGD, Table, Tier
 from emberkeep.wire.security import Security
+from tests.integration.test_tiered_keeper import SHARDS, TABLES, TOTAL, Run, rows_at
 from tests.servers import ROOT
 from tests.waiting import until
 
@@ -132,6 +135,45 @@ def test_a_server_returns_to_the_node_of_its_files_and_elsewhere_if_that_is_gone
     assert node_of(launcher, shard) == fresh.node_id
     assert np.array_equal(cluster.pull(IDS)[0], after)
     cluster.close()
+    nodes.remove_node(fresh)
+
+
+@pytest.mark.filterwarnings("ignore:step .* was resumed and the keeper has no reader")
+def test_what_a_node_has_taken_with_it_comes_from_the_repository(
+    nodes: Any, security: Security, tmp_path: Path
+) -> None:
+    room = {
+        "num_cpus": 2, "memory": 1500 * MB, "resources": {DISK: 300},
+        "object_store_memory": SMALL_STORE,
+    }  # fmt: skip
+    extra = nodes.add_node(**room)
+    nodes.wait_for_nodes()
+    kept = ray_cluster(
+        shards=SHARDS, tier=Tier(tmp_path / "t", memory="1MB"), memory="300MB", disk="90GB",
+        security=security,
+    )  # fmt: skip
+    run = Run(kept, tmp_path / "r", ek.tiered(every=2, remote=4, recovery="partial"))
+    run.keeper.resume()
+    run.train(7)  # batch 6, and a version of step 4
+    launcher = run.cluster.launcher
+    shard = [node_of(launcher, shard) for shard in range(SHARDS)].index(extra.node_id)
+    pid = launcher.pid(shard)
+    nodes.remove_node(extra, allow_graceful=False)
+    until(lambda: not os.path.exists(f"/proc/{pid}"), "the server of a dead raylet to end", 60)
+    shutil.rmtree(tmp_path / "t" / f"shard-{shard}")
+    fresh = nodes.add_node(**room)
+    with pytest.raises(ShardLostError):
+        run.cluster.handles[shard].digest("a")
+    made = run.keeper.recover(None)
+    assert made is not None
+    assert (made.scope, made.shards) == ("partial", (shard,))
+    assert node_of(launcher, shard) == fresh.node_id
+    handle = run.cluster.handles[shard]
+    assert {t.name: str(handle.digest(t.name)) for t in TABLES} == rows_at(shard, 4)
+    assert run.keeper.recoveries().pls == pytest.approx((7 - 4) / (TOTAL * SHARDS))
+    run.train(1)
+    assert run.keeper.steps == 8
+    run.end()
     nodes.remove_node(fresh)
 
 

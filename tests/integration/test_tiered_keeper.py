@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import emberkeep as ek
+from emberkeep.checkpoint.saver import Checkpointer
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.remote_tiers import RemoteTiers
@@ -111,7 +112,7 @@ class Run:
         try:
             self.keeper = ek.Keeper(
                 where, self.model, self.optimizers, strategy=strategy, total_steps=TOTAL,
-                on_event=lambda name, details: self.events.append((name, details)), **options,
+                on_event=self.hear, **options,
             )  # fmt: skip
         except BaseException:
             self.end()
@@ -135,6 +136,9 @@ class Run:
     def bits(self) -> list[Any]:
         dense = [parameter.detach().tolist() for parameter in self.model.top.parameters()]
         return [rows(self.cluster), dense]
+
+    def hear(self, event: str, details: Any) -> None:
+        self.events.append((event, details))
 
     def heard(self, event: str) -> list[Any]:
         return [details for name, details in self.events if name == event]
@@ -296,6 +300,33 @@ def test_several_servers_are_lost_and_the_files_of_one_with_it(
     for shard, rows_then in expected.items():
         assert {t.name: str(run.cluster.handles[shard].digest(t.name)) for t in TABLES} == rows_then
     run.train(2)
+    run.end()
+
+
+def test_servers_without_files_load_at_the_same_time(
+    launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(OnServers(launcher), root / "r", ek.tiered(every=4, remote=4, recovery="partial"))
+    run.keeper.resume()
+    run.train(4)
+    for shard in (1, 2):
+        launcher.kill(shard)
+        shutil.rmtree(root / "t" / f"shard-{shard}")
+        with pytest.raises(ShardLostError):
+            run.cluster.handles[shard].digest("a")
+    both, load = threading.Barrier(2, timeout=60), Checkpointer.restore_shard
+
+    def meeting(*given: Any) -> Any:
+        both.wait()  # for ever, if one were loaded after the other
+        return load(*given)
+
+    monkeypatch.setattr(Checkpointer, "restore_shard", meeting)
+    made = run.keeper.recover(None)
+    assert made is not None
+    assert (made.scope, made.shards) == ("partial", (1, 2))
+    for shard in (1, 2):
+        digests = {t.name: str(run.cluster.handles[shard].digest(t.name)) for t in TABLES}
+        assert digests == rows_at(shard, 4)
     run.end()
 
 

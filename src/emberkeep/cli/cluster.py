@@ -41,7 +41,8 @@ def up(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of its node, for each server; nothing if not given, with --tier its memory.",
+            help="Of its node, for each server; nothing if not given, with --tier its memory and "
+            "that of the process.",
         ),
     ] = None,
     disk: Annotated[
@@ -72,6 +73,13 @@ def up(
             metavar="SIZE", help="For the hot rows of each server, such as 48GB; 2GB if not given."
         ),
     ] = None,
+    tier_exclusive: Annotated[
+        bool,
+        typer.Option(
+            "--tier-exclusive",
+            help="No other process will ever use --tier: admits a file system without locks.",
+        ),
+    ] = False,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     authority: Authority = None,
@@ -83,22 +91,32 @@ def up(
     from emberkeep.server.ray import ray_cluster
     from emberkeep.server.ray.local_ray import start_local, stop_local
     from emberkeep.server.ray.ray_session import disconnect
-    from emberkeep.server.ray.server_resources import ServerResources, nbytes_of
-    from emberkeep.tables import Tier
+    from emberkeep.server.ray.server_resources import (
+        ServerResources,
+        nbytes_of,
+        needed_memory,
+    )
+    from emberkeep.tables import SGD, Tier
     from emberkeep.wire.security import Security, read_token
 
     code = _code(parity, shards)
-    own_tier = None if tier is None else Tier(tier, memory=tier_memory or "2GB")
+    own_tier = None
+    if tier is not None:
+        own_tier = Tier(tier, memory=tier_memory or "2GB", exclusive=tier_exclusive)
+    elif tier_exclusive:
+        raise ConfigError("--tier-exclusive is for --tier: give that too")
     check_tier(own_tier, code)
     if disk is not None and own_tier is None:
         raise ConfigError("--disk is for servers with a tier: give --tier, or leave it out")
     if tier_memory is not None and own_tier is None:
         raise ConfigError("--tier-memory is for servers with a tier: give --tier, or leave it out")
-    tier_nbytes = 0 if own_tier is None else own_tier.memory
+    if memory is not None:
+        nbytes = nbytes_of("--memory", memory)
+    else:  # of which tables, nobody knows yet
+        nbytes = 0 if own_tier is None else needed_memory((), SGD(lr=1.0), shards, own_tier)
     resources = ServerResources(
-        cpus=cpus, memory=tier_nbytes if memory is None else nbytes_of("--memory", memory),
-        disk=0 if disk is None else nbytes_of("--disk", disk),
-    )  # fmt: skip
+        cpus=cpus, memory=nbytes, disk=0 if disk is None else nbytes_of("--disk", disk)
+    )
     security = Security(
         token=read_token(token_file), certificate=tls_certificate, key=tls_key, authority=authority
     ).carried()
@@ -122,6 +140,11 @@ def up(
                 disconnect()
                 stop_local()
             raise
+    if not nbytes:
+        say(
+            "no memory is set aside for the servers, since their tables are not known yet: Ray may "
+            "put more of them on a node than it holds; --memory SIZE says what each takes"
+        )
     if as_json:
         print_json({"name": name, "shards": shards, "addresses": addresses, "started_ray": local})
         return

@@ -43,12 +43,7 @@ def inputs(settings: RunConfig) -> Inputs:
     """Finds and counts the samples; a file that is missing or empty is refused here."""
     given, rows = settings.data, settings.tables.rows
     if given.source == "synthetic":
-        synthetic = Synthetic(
-            samples=given.samples,
-            rows_total=given.rows_total,
-            skew=given.skew,
-            seed=settings.run.seed,
-        )
+        synthetic = _synthetic(settings)
         train, test = _split(synthetic, settings)
         return Inputs(
             train=train,
@@ -59,22 +54,39 @@ def inputs(settings: RunConfig) -> Inputs:
         )
     source: Source
     if given.source == "criteo":
-        names, dense = CRITEO_FEATURES, CRITEO_DENSE
+        dense = CRITEO_DENSE
         source = Criteo(given.paths, sizes=rows, on_malformed=given.on_malformed)
     else:
-        names, dense = given.categories, len(given.dense)
+        dense = len(given.dense)
         source = Parquet(
             given.paths,
             label=given.label,
             dense=given.dense,
             log=given.log,
-            categories=[Category(column=name, size=rows) for name in names],
+            categories=[Category(column=name, size=rows) for name in given.categories],
         )
     if given.samples is not None:
         source = Window(source=source, stop=given.samples)
     train, test = _split(source, settings)
-    return Inputs(
-        train=train, test=test, dense=dense, rows=dict.fromkeys(names, rows), best_auc=None
+    return Inputs(train=train, test=test, dense=dense, rows=feature_rows(settings), best_auc=None)
+
+
+def feature_rows(settings: RunConfig) -> Mapping[str, int | None]:
+    """Feature → ids that it can have; None: any. Looks at no samples."""
+    given = settings.data
+    if given.source == "synthetic":
+        return _synthetic(settings).rows
+    names = CRITEO_FEATURES if given.source == "criteo" else given.categories
+    return dict.fromkeys(names, settings.tables.rows)
+
+
+def _synthetic(settings: RunConfig) -> Synthetic:
+    given = settings.data
+    return Synthetic(
+        samples=given.samples,
+        rows_total=given.rows_total,
+        skew=given.skew,
+        seed=settings.run.seed,
     )
 
 
@@ -93,6 +105,16 @@ def embeddings(
     rank: int = 0,
 ) -> EmbeddingBags:
     """One table per feature, on shards that fail as the settings say in a run of so many steps."""
+    return EmbeddingBags(
+        tables(settings, rows),
+        optimizer=settings.optimizer.spec(),
+        cluster=_cluster(settings, steps, rank),
+        seed=settings.run.seed,
+    )
+
+
+def tables(settings: RunConfig, rows: Mapping[str, int | None]) -> list[Table]:
+    """One for each feature."""
     given = settings.tables
     dynamic = given.kind == "dynamic"
     # DeepFM reads the first-order weight of an id from one more column of its row.
@@ -105,7 +127,7 @@ def embeddings(
         raise ConfigError(
             f"optimizer.tables names {', '.join(unknown)}; the tables are {', '.join(rows)}"
         )
-    tables = [
+    return [
         Table(
             name,
             rows=None if dynamic else ids,
@@ -118,12 +140,6 @@ def embeddings(
         )
         for name, ids in rows.items()
     ]
-    return EmbeddingBags(
-        tables,
-        optimizer=settings.optimizer.spec(),
-        cluster=_cluster(settings, steps, rank),
-        seed=settings.run.seed,
-    )
 
 
 def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
@@ -139,10 +155,12 @@ def _cluster(settings: RunConfig, steps: int, rank: int) -> ClusterSpec:
     if given.kind == "ray":
         from emberkeep.server.ray.ray_cluster import RayCluster
 
+        started = given.workers > 1  # before the workers, with their tier
         return RayCluster(
             shards=given.shards, address=given.address, name=given.name, rank=rank,
-            world=given.workers, timing=given.timing(), parity=parity, tier=tier,
-            memory=given.memory, disk=given.disk, on_restart=given.on_restart,
+            world=given.workers, timing=given.timing(), parity=parity,
+            tier=None if started else tier, memory=given.memory,
+            disk=None if started else given.disk, on_restart=given.on_restart,
         )  # fmt: skip
     failures = settings.failures.schedule(shards=given.shards, steps=steps)
     return local(shards=given.shards, failures=failures, parity=parity)

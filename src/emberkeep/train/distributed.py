@@ -25,8 +25,9 @@ from emberkeep.server.ray import ray_cluster
 from emberkeep.server.ray.local_ray import local_address
 from emberkeep.server.ray.ray_session import connected
 from emberkeep.server.ray.ray_workers import Mailbox, Place, WorkerGroup
-from emberkeep.server.ray.server_resources import ServerResources, nbytes_of
+from emberkeep.server.ray.server_resources import ServerResources, nbytes_of, needed_memory
 from emberkeep.tiers.tier_use import TierUse
+from emberkeep.train import build
 from emberkeep.train.hooks import Hook
 from emberkeep.train.loop import check_fresh, run
 from emberkeep.train.result import Result
@@ -58,7 +59,10 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
         address = given.address or (local_address() if given.name else None)
         stack.enter_context(connected(address))
         name = given.name or f"run-{uuid.uuid4().hex[:8]}"
-        up = bool(ray_cluster.find(name))
+        found = ray_cluster.find(name)
+        up, tier = bool(found), settings.tier.spec()
+        if up and tier is not None:
+            ray_cluster.RayLauncher(found).check_tier(name, tier)
         for hook in hooks:
             hook.on_event(
                 "starting", {"workers": given.workers, "servers": 0 if up else given.shards}
@@ -66,7 +70,7 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
         if not up:
             servers = ray_cluster.start(
                 given.shards, name=name, resources=_resources(settings), threads=None,
-                security=Security(), parity=settings.parity.spec(), tier=settings.tier.spec(),
+                security=Security(), parity=settings.parity.spec(), tier=tier,
             )  # fmt: skip
             # Held here: Ray ends servers that no process holds, also while workers start again.
             stack.callback(ray_cluster.RayLauncher(servers, owned=name).close)
@@ -85,15 +89,19 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
 
 
 def _resources(settings: RunConfig) -> ServerResources:
-    """What each server takes of its node. How many rows there are, workers know alone: without
-    `cluster.memory` it is what a tier has."""
-    given, tier = settings.cluster, settings.tier.spec()
-    memory = 0 if tier is None else tier.memory
+    """What each server takes of its node: as with one worker, what all rows take."""
+    given = settings.cluster
+    if given.memory is not None:
+        memory = nbytes_of("memory", given.memory)
+    else:
+        tables = build.tables(settings, build.feature_rows(settings))
+        memory = needed_memory(
+            tables, settings.optimizer.spec(), given.shards, settings.tier.spec()
+        )
     return ServerResources(
-        cpus=_SERVER_CPUS,
-        memory=memory if given.memory is None else nbytes_of("memory", given.memory),
+        cpus=_SERVER_CPUS, memory=memory,
         disk=0 if given.disk is None else nbytes_of("disk", given.disk),
-    )
+    )  # fmt: skip
 
 
 def work(document: Json, place: Place, mailbox: Mailbox) -> Json:

@@ -272,7 +272,7 @@ class ClusterSettings:
         "newest version, or stay, and samples are applied twice (connect, ray)", default="rewind")
     memory: str | None = setting(
         "of its node that each server has set aside, such as 48GB; if not set what all rows take, "
-        "with several workers what a tier has (ray)", default=None)
+        "or with a tier what its memory and 8 bytes for each do (ray)", default=None)
     disk: str | None = setting(
         "of its node that each server with a tier has set aside, of what nodes name as "
         "emberkeep_disk (ray)", default=None)
@@ -452,8 +452,8 @@ class RunConfig:
             raise ConfigError(
                 "failures end the run unless checkpoint.recovery is set, full or partial, "
                 "tier.every, or parity.k")
-        if self.tier.every is not None and self.tier.path is None and (
-                self.cluster.kind != "connect"):
+        up = self.cluster.kind == "connect" or self.cluster.name is not None
+        if self.tier.every is not None and self.tier.path is None and not up:
             raise ConfigError("tier.every needs files: set tier.path")
         if self.tier.path is not None and self.cluster.kind == "connect":
             raise ConfigError(

@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 from emberkeep.cli import app
 from emberkeep.erasure.codes import Parity
 from emberkeep.server.ray import local_ray, ray_cluster, ray_session
+from emberkeep.tables import Tier
+
+GB = 10**9
 
 
 class Played:
@@ -22,6 +25,7 @@ class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.parity: Parity | None = None
+        self.asked: dict[str, Any] = {}
         self.attached: str | None = None
         self.up = ["emberkeep"]
         note = self.done.append
@@ -38,9 +42,9 @@ class Played:
         monkeypatch.setattr(launcher, "attached", lambda _: self.attached)
         monkeypatch.setattr(launcher, "_ask", lambda _, what, shard, seconds: f"node {shard // 2}")
 
-    def _start(self, shards: int, *, parity: Parity | None, **_: Any) -> list[Any]:
+    def _start(self, shards: int, *, parity: Parity | None, **more: Any) -> list[Any]:
         self.done.append("start")
-        self.parity = parity
+        self.parity, self.asked = parity, more
         return [None] * shards
 
     def _stop(self, name: str) -> None:
@@ -83,6 +87,33 @@ def test_up_places_servers_for_the_parity_that_runs_will_use(played: Played) -> 
     for wrong in ("4", "a,1", "4,1,1", "0,1", "6,1"):
         code, said = emberkeep("up", "--shards", "6", "--parity", wrong)
         assert code == 2, said
+
+
+def test_up_sets_aside_what_is_known_and_says_where_that_is_nothing(played: Played) -> None:
+    tier = ["--tier", "/nvme/run", "--tier-memory", "2GB"]
+    code, said = emberkeep("up", "--shards", "2")
+    assert code == 0
+    assert played.asked["resources"].memory == 0
+    assert "no memory is set aside for the servers" in said
+    assert "--memory SIZE says what each takes" in said
+    for words, nbytes in (
+        (["--memory", "3GB"], 3 * GB),
+        (tier, 2 * GB + 256 * 10**6),  # and the process
+        ([*tier, "--memory", "4GB"], 4 * GB),
+    ):
+        code, said = emberkeep("up", "--shards", "2", *words)
+        assert code == 0
+        assert played.asked["resources"].memory == nbytes
+        assert "set aside" not in said
+
+
+def test_up_gives_servers_their_tier(played: Played) -> None:
+    assert emberkeep("up", "--shards", "2", "--tier", "/nvme/run", "--tier-exclusive")[0] == 0
+    assert played.asked["tier"] == Tier("/nvme/run", memory="2GB", exclusive=True)
+    for wrong in ("--tier-exclusive", "--tier-memory=1GB", "--disk=1GB"):
+        code, said = emberkeep("up", "--shards", "2", wrong)
+        assert code == 2
+        assert "--tier" in said
 
 
 def test_commands_wait_for_each_other(

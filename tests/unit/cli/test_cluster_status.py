@@ -74,6 +74,29 @@ def test_runs_logs_and_what_is_wrong_stand_below() -> None:
     ]
 
 
+def test_a_server_with_a_tier_has_its_hit_rate_its_place_and_its_batch() -> None:
+    files = [{"batch": 40, "damaged": 0}, {"batch": 40, "damaged": 0}]
+    use = {"hit_rate": 0.9321, "pulled": 12_345_678, "wait_seconds": 1.25}
+    tier = {"path": "/nvme/run", "memory_nbytes": 48 * 10**9, "files": files, "use": use}
+    begins = "shard 0 keeps its rows in /nvme/run, 48GB of them in memory"
+    used = f"{begins}; 93.2% of 12.3M pulled rows were there; 1.2 s of waiting"
+
+    def shown(**given: Any) -> tuple[str, str]:
+        found = status(tier={**tier, **given})
+        (line,) = (line for line in notes([found, status(1)], NOW) if "keeps its rows" in line)
+        return cells(found, NOW)[9], line
+
+    assert shown() == ("tier 93.2%", f"{used}; batch 40 is durable")
+    assert shown(files=[], use=None) == ("tier", begins)  # nobody trains there yet
+    # Between two batches, and before the first, nothing is said of them.
+    for batches in ((40, 41), (None, None)):
+        found = [{"batch": batch, "damaged": 0} for batch in batches]
+        assert shown(files=found) == ("tier 93.2%", used)
+    damaged = [files[0], {"batch": 40, "damaged": 2}]
+    assert shown(files=damaged)[1] == f"{used}; batch 40 is durable; 2 segments are damaged"
+    assert cells(status(), NOW)[9] == ""
+
+
 def test_lines_fit_120_characters_whatever_servers_say() -> None:
     long = status(
         65_535, node="a-very-long-name-of-a-node-in-a-large-data-center", rows_per_second=9.99e11,

@@ -109,6 +109,7 @@ def test_failures_that_cannot_work(overrides: list[str], complaint: str) -> None
     ("overrides", "complaint"),
     [
         (["tier.every=5 steps"], "every needs files"),
+        (["tier.every=5 steps", "cluster.kind=ray"], "every needs files"),
         (["tier.path=x", "tier.memory=much"], "memory takes bytes"),
         (["tier.path=x", "tier.every=often"], "often"),
         (
@@ -158,6 +159,8 @@ def test_batches_in_tiers_and_versions_in_a_repository() -> None:
     assert strategy.remote == schedule("1h")
     on_servers = ["cluster.kind=connect", "cluster.addresses=['a:1']", "tier.every=50 steps"]
     assert demo([*on_servers, "checkpoint.path=/y"]).two_levels  # files are the servers'
+    up = ["cluster.kind=ray", "cluster.name=up", "tier.every=50 steps", "checkpoint.path=/y"]
+    assert demo(up).two_levels  # they have theirs from `cluster up --tier`
 
 
 def test_a_tier_of_settings() -> None:

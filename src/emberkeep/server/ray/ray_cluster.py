@@ -36,7 +36,12 @@ from emberkeep.server.ray.ray_session import (
     run_name,
 )
 from emberkeep.server.ray.ray_session import ensure_ray as ensure_ray
-from emberkeep.server.ray.server_resources import ServerResources, nbytes_of, needed_memory
+from emberkeep.server.ray.server_resources import (
+    ServerResources,
+    check_tier_of,
+    nbytes_of,
+    needed_memory,
+)
 from emberkeep.tables import SGD, Optimizer, Table, Tier
 from emberkeep.wire.connection import Connection
 from emberkeep.wire.private_socket import own_socket
@@ -67,7 +72,8 @@ class RayCluster:
       gets at most `r` servers where there are enough nodes; a warning says where there are not.
     - With a `tier` servers that this object starts keep rows in files of their node, below its
       path; each has its `memory`. One that is restarted comes to the same node if that is there.
-      Servers that are up already have the tier that they were started with.
+      Servers that are up already have the tier that they were started with: another path, or none,
+      is refused, and other memory is a warning.
     - `on_restart` is as that of `ek.connect`, for servers that are up already.
     """
 
@@ -137,7 +143,10 @@ class RayCluster:
                     raise ConfigError(
                         f"cluster {self.name!r} has {len(found)} shards, not {self.shards}"
                     )
-                return RayLauncher(found, timing=self.timing)
+                launcher = RayLauncher(found, timing=self.timing)
+                if self.tier is not None and self.rank == 0:
+                    launcher.check_tier(self.name, self.tier)
+                return launcher
             if self.shards is None:
                 raise ConfigError(
                     f"there is no cluster {self.name!r}: start it with emberkeep cluster up, or "
@@ -212,7 +221,7 @@ class _Host:
         own = None if security.tls else own_socket()
         self._server = ShardServer(served, host=host, socket=own, security=security)
         served.events("listening", {"address": self._server.address, "pid": os.getpid()})
-        self._security = security.of_client()
+        self._security, self._tier = security.of_client(), tier
         self._run: str | None = None
 
     def security(self) -> Security:
@@ -225,6 +234,10 @@ class _Host:
 
     def node(self) -> str:
         return str(connected_ray().get_runtime_context().get_node_id())
+
+    def tier(self) -> Tier | None:
+        """That it was started with."""
+        return self._tier
 
     def attach(self, run: str) -> None:
         """Notes which run it serves, for people."""
@@ -443,6 +456,11 @@ class RayLauncher:
         """Address, life and process of a server; waits while Ray makes it again, for `patience`
         unless `seconds` are given."""
         return self._ask("where", shard, seconds)  # type: ignore[no-any-return]
+
+    def check_tier(self, name: str, tier: Tier) -> None:
+        """Refuses a tier that the servers of this cluster, all of which were started alike, do not
+        have; other memory is a warning."""
+        check_tier_of(name, self._ask("tier", 0, _START_SECONDS), tier)
 
     def warn_of_sharing(self, parity: Parity) -> None:
         """Says what a node that dies takes with it, where that is more than parity bears."""

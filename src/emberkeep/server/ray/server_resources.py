@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,31 @@ def needed_memory(
             row_nbytes += _TIER_NBYTES
         nbytes += rows * row_nbytes
     return nbytes
+
+
+def check_tier_of(name: str, has: Tier | None, wanted: Tier) -> None:
+    """Refuses a tier that servers which are up already do not have: rows would live elsewhere than
+    their user says. They keep the memory that they have; that another was given is a warning."""
+    leave = f"leave out the tier here, and the run has that of cluster {name!r}"
+    restart = f"emberkeep cluster up --tier {wanted.path}"
+    if has is None:
+        raise ConfigError(
+            f"cluster {name!r} is up without a tier, and this run wants one in {wanted.path}; "
+            f"nothing was changed: end it (emberkeep cluster down --name {name}) and start it with "
+            f"{restart}, or leave out the tier here"
+        )
+    if has.path != wanted.path:
+        raise ConfigError(
+            f"cluster {name!r} has its tier in {has.path}, and this run wants one in "
+            f"{wanted.path}; nothing was changed: {leave}, or start servers with {restart}"
+        )
+    if has.memory != wanted.memory:
+        warnings.warn(
+            f"each server of cluster {name!r} has {has.memory / 1e9:.3g} GB for the hot rows of "
+            f"its tier, not {wanted.memory / 1e9:.3g} GB: that is said when servers are started "
+            "(--tier-memory)",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
