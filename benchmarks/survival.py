@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import options, report
 from emberkeep.cluster.remote.timing import Timing
 from tests.faults.partitions import SCALED, STRATEGIES, Outcome, outcome, pushes, undisturbed
-from tests.mutations.server_rules import SERVER_MUTATIONS
+from tests.mutations.server_rules import SERVER_MUTATIONS, SIMULATED
 from tests.mutations.simulated import Noticed, noticed
 from tests.servers import Farm
 
@@ -34,8 +34,13 @@ SIMULATED_SECONDS, QUICK_SIMULATED_SECONDS = 300.0, 12.0
 SEEDS, QUICK_SEEDS = 300, 12
 MUTATION_SECONDS, QUICK_MUTATION_SECONDS = 60.0, 8.0
 QUICK_RULES = ("S2-ledger", "S8")
-CUTS, QUICK_CUTS = (5.0, 15.0, 30.0), (3.0,)
+CUTS, QUICK_CUTS = (5.0, 15.0, 30.0, 120.0), (3.0,)
 PUSHES, QUICK_PUSHES = 2000, 150
+QUICK_NOTE = (
+    f"A quick run simulates for {QUICK_SIMULATED_SECONDS:g} s, tries {' and '.join(QUICK_RULES)} "
+    f"with {QUICK_SEEDS} seeds, and cuts servers off for {QUICK_CUTS[0]:g} s, with leases and "
+    "deadlines of a second."
+)
 
 
 def simulated(seconds: float) -> tuple[int, float, float, list[str]]:
@@ -55,7 +60,7 @@ def simulated(seconds: float) -> tuple[int, float, float, list[str]]:
 
 
 def mutated(quick: bool) -> list[Noticed]:
-    chosen = [m for m in SERVER_MUTATIONS if not quick or m.rule in QUICK_RULES]
+    chosen = [m for m in SIMULATED if not quick or m.rule in QUICK_RULES]
     seeds, seconds = (QUICK_SEEDS, QUICK_MUTATION_SECONDS) if quick else (SEEDS, MUTATION_SECONDS)
     return [noticed(mutation, 0, seeds, seconds) for mutation in chosen]
 
@@ -103,21 +108,19 @@ def main() -> None:
         print(f"survival: {failure}", file=sys.stderr)
     survived = [each for each in cuts if each.survived and each.rows_kept]
     caught = [each for each in found if each.how]
-    timing = SCALED if given.quick else Timing()
     report(
         given,
-        config={
+        config={  # a quick run does less of it, as its notes say
             "first_seed": FIRST_SEED,
-            "simulated_for_seconds": seconds,
+            "simulated_for_seconds": SIMULATED_SECONDS,
             "mutations_in_all": len(SERVER_MUTATIONS),
-            "mutations": ", ".join(each.mutation.rule for each in found),
-            "seeds_of_a_mutation": QUICK_SEEDS if given.quick else SEEDS,
-            "cut_off_for_seconds": QUICK_CUTS if given.quick else CUTS,
+            "mutations_simulated": len(SIMULATED),
+            "seeds_of_a_mutation": SEEDS,
+            "cut_off_for_seconds": CUTS,
             "strategies": ", ".join(STRATEGIES),
-            "lease_seconds": timing.lease.total_seconds(),
-            "deadline_seconds": timing.deadline.total_seconds(),
-            "pushes": sent,
-            "troubles_of_pushes": troubles,
+            "lease_seconds": Timing().lease.total_seconds(),
+            "deadline_seconds": Timing().deadline.total_seconds(),
+            "pushes": PUSHES,
         },
         figures={
             "simulated_seeds": float(seeds),
@@ -150,6 +153,8 @@ def main() -> None:
                 for each in found
             )
             + ".",
+            f"{sent} pushes met {troubles} troubles.",
+            *([QUICK_NOTE] if given.quick else []),
             "Served: the first step after the cut began; `seconds_to_serve` is from its end.",
         ],
     )  # fmt: skip

@@ -52,8 +52,10 @@ def saved_step(where: Path) -> int | None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="children are found in /proc")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak)],
+)
 def test_the_last_step_is_saved_although_all_hear_the_signal(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

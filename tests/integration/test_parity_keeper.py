@@ -120,6 +120,34 @@ def test_more_losses_than_parity_bears_fall_to_the_repository(tmp_path: Path, sc
         assert (recoveries.failures, recoveries.parity) == (3, 1)
 
 
+@pytest.mark.filterwarnings("ignore:step .* was resumed and the keeper has no reader")
+def test_up_to_r_losses_need_nothing_in_the_loop_and_more_need_surviving(tmp_path: Path) -> None:
+    plain = bags_on(shards=4)
+    train(plain, range(12))
+    bags = bags_on(shards=4)
+    strategy = ek.parity(k=3, r=1, every=4)
+    with ek.Keeper(tmp_path / "run", bags, bags.optimizer, strategy=strategy) as keeper:
+        train(bags, range(6), keeper)
+        keeper.wait()
+        bags.cluster.kill(2)
+        train(bags, range(6, 7), keeper)
+        bags.cluster.rebuild()
+        bags.cluster.kill(0, 2)
+        with (
+            pytest.warns(UserWarning, match="more than parity"),
+            pytest.raises(ek.ShardLostError),
+        ):
+            train(bags, range(7, 8), keeper)
+        with keeper.surviving():
+            train(bags, range(7, 8), keeper)
+        assert keeper.steps == 4
+        while keeper.steps < 12:
+            with keeper.surviving():
+                train(bags, range(keeper.steps, keeper.steps + 1), keeper)
+        assert (keeper.recoveries().parity, keeper.recoveries().full) == (1, 1)
+    assert state(bags.cluster) == state(plain.cluster)
+
+
 def test_parity_without_shards_is_refused(tmp_path: Path) -> None:
     model = torch.nn.EmbeddingBag(10, 4, sparse=True)
     with pytest.raises(ek.EmberkeepError, match="tables on shards"):

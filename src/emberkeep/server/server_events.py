@@ -33,8 +33,13 @@ class ServerEvents:
         self.connections = 0
         """All of them so far."""
         self.refused_tokens = 0
+        self.refused_trainers = 0
+        self.expired_leases = 0
 
     def __call__(self, event: str, details: Json) -> None:
+        with self._lock:
+            self.refused_trainers += event == "refused"
+            self.expired_leases += event == "lease_expired"
         if event not in _PASSING:
             self.last = {"event": event, "at": self._clock.now().timestamp(), **details}
         if self._on_event is not None:

@@ -155,6 +155,10 @@ class ServerPage:
             ("connections_total", "counter", "streams that were opened", self._events.connections),
             ("refused_tokens_total", "counter", "calls whose token was missing or wrong",
              self._events.refused_tokens),
+            ("trainers_refused_total", "counter", "trainers that were not admitted",
+             self._events.refused_trainers),
+            ("lease_expired_total", "counter", "times that the coordinator was silent for a lease",
+             self._events.expired_leases),
         ]  # fmt: skip
         if epoch is None:
             return samples

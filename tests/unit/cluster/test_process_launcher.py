@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import errno
 import fcntl
+import gc
+import logging
 import os
 import re
 import resource
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +23,12 @@ from typing import Any
 import pytest
 
 from emberkeep.cluster.remote import processes
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.cluster.remote.processes import ProcessLauncher
 from emberkeep.errors import DeadlineError, ServerError
+from emberkeep.nn import EmbeddingBags
+from emberkeep.tables import SGD, Table
+from emberkeep.testing.local_transport import LocalNetwork
 from emberkeep.testing.virtual_clock import VirtualClock
 from emberkeep.wire.security import Security
 from tests.sources import nodes, parsed
@@ -41,6 +48,7 @@ class Machine:
         self.killed: list[tuple[str, float]] = []
         self.ended: list[str] = []
         self.stuck: set[str] = set()
+        self.wait: Callable[[], object] = lambda: None
 
     def start(self, *_: Any) -> Any:
         if self.full or self.started == self.room:
@@ -48,7 +56,7 @@ class Machine:
         self.started += 1
         name = f"server-{self.started}"
         return SimpleNamespace(
-            address=name, pid=self.started, ended=False, wait=lambda: None,
+            address=name, pid=self.started, ended=False, wait=self.wait,
             kill=lambda seconds=5.0: self._kill(name, seconds), ask_to_end=lambda: None,
             end=lambda _: self.ended.append(name),
         )  # fmt: skip
@@ -93,6 +101,36 @@ def test_a_run_starts_without_the_spares_that_it_cannot_have(machine: Machine) -
     assert launcher.count == 2
     launcher.close()
     assert machine.ended == ["server-1", "server-2"]
+
+
+def test_the_servers_of_a_dropped_module_are_ended(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = LocalNetwork(VirtualClock())
+    for number in (1, 2, 3):
+        network.start(f"server-{number}")
+    on_network = partial(FlightCluster, transport=network.transport(), clock=network.clock)
+    monkeypatch.setattr(processes, "FlightCluster", on_network)
+    tables = [Table("a", rows=100, dim=4)]
+    bags = EmbeddingBags(tables, optimizer=SGD(lr=0.1), cluster=processes.servers(shards=2))
+    assert machine.started == 3
+    assert machine.ended == []
+    del bags
+    gc.collect()
+    assert machine.ended == ["server-1", "server-2", "server-3"]
+
+
+def test_a_start_says_how_far_it_is(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    machine.wait = lambda: clock.sleep(6)
+    with caplog.at_level(logging.INFO, "emberkeep"):
+        ProcessLauncher(2, spares=1, threads=1, clock=clock).close()
+    assert caplog.messages == [
+        "starting 2 shard servers and 1 to spare",
+        "1 of 2 shard servers are ready",
+        "2 of 2 shard servers are ready",
+        "2 shard servers ready after 12.0 s",
+    ]
 
 
 def test_a_server_that_is_needed_and_cannot_be_started_says_why_and_what_helps(

@@ -86,6 +86,7 @@ def test_a_trainer_that_is_refused_is_logged() -> None:
         event, details = said[-1]
         assert (event, details["trainer"]) == ("refused", "ada/7")
         assert details["error"] == str(refused.value)
+    assert service.events.refused_trainers == 2
     last = service.events.last
     assert last is not None
     assert last["event"] == "admitted"

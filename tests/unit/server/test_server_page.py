@@ -151,6 +151,7 @@ def test_a_lease_that_expires_and_resumes_is_logged(server: Server) -> None:
             {"epoch": 1, "shard": 1, "run": RUN, "silent_seconds": 16.0, "lease_seconds": 15.0},
         )
     ]
+    assert server.figures()["lease_expired_total"] == 1
     assert server.ask("status")["last_event"]["event"] == "lease_expired"
     assert server.heard() == ["lease_expired"]
     server.clock.sleep(20)

@@ -228,8 +228,8 @@ def options_of(seed: int, kinds: tuple[FaultKind, ...] = KINDS) -> Options:
 
 
 def _layout(seed: int, random: Random) -> Layout:
-    """A quarter of the runs keeps a grid, and one in ten saves all rows each time. Drawn apart:
-    nothing else that a seed means depends on it."""
+    """A quarter of the runs keeps a grid, and one in ten saves all rows each time. This has a
+    generator of its own: nothing else that a seed means depends on it."""
     other: Layout = random.choice(("consecutive", "one_shot", "intermittent"))
     lot = Random(f"layout {seed}").random()
     return "grid" if lot < 0.25 else "full" if lot < 0.35 else other
@@ -270,7 +270,7 @@ def _faults(random: Random, options: Options, kinds: tuple[FaultKind, ...]) -> t
 
 
 def _shortages(options: Options) -> list[Fault]:
-    """Servers of one run in six are short of memory. Drawn apart, as layouts are."""
+    """Servers of one run in six are short of memory, which is drawn as layouts are."""
     random = Random(f"memory {options.seed}")
     count = random.randint(1, 4) if random.random() < 1 / 6 else 0
     return [
