@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -47,7 +47,7 @@ import _s3
 from _common import RESULTS, Options, options, report
 from _grid_servers import forget
 from emberkeep._types import RowIds
-from emberkeep.blobs import BlobStore, Buffer, open_store, read_into
+from emberkeep.blobs import BlobStore, Buffer, Part, open_store, read_into, read_parts
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.data import skewed_ids
@@ -156,6 +156,16 @@ class CountingStore(WrapperStore):
         count = read_into(self.inner, name, start, into)
         self._count(name, start, into[:count])
         return count
+
+    @property
+    def reads_together(self) -> bool:
+        return getattr(self.inner, "reads_together", False)
+
+    def read_parts(self, parts: Sequence[Part]) -> list[int]:
+        found = read_parts(self.inner, parts)
+        for part, count in zip(parts, found, strict=True):
+            self._count(part.name, part.start, part.into[:count])
+        return found
 
     def _count(self, name: str, start: int, data: Any) -> Any:
         with self._lock:

@@ -121,10 +121,7 @@ def read_long(disk: Disk, handle: int, start: int, length: int) -> memoryview:
 
 def is_aligned(start: int, into: memoryview) -> bool:
     """Whether memory and place suit a direct read: all are whole blocks."""
-    import numpy as np
-
-    address = np.frombuffer(into, np.uint8).ctypes.data
-    return not (start | len(into) | address) % BLOCK_NBYTES
+    return not (start | len(into) | address(into)) % BLOCK_NBYTES
 
 
 def read_aligned(disk: Disk, handle: int, start: int, into: memoryview) -> int:

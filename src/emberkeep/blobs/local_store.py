@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,8 +30,18 @@ from emberkeep.blobs.direct_file import (
     read_aligned,
     read_long,
 )
-from emberkeep.blobs.store import BlobInfo, Buffer, as_buffers, check_name, check_range, is_segment
-from emberkeep.blobs.system_disk import Disk
+from emberkeep.blobs.file_reads import has_queue
+from emberkeep.blobs.store import (
+    SEGMENT,
+    BlobInfo,
+    Buffer,
+    Part,
+    as_buffers,
+    check_name,
+    check_range,
+    is_segment,
+)
+from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.errors import FullError, MissingObjectError, StorageError, UnsupportedStoreError
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -42,6 +53,8 @@ _RESERVE = ".reserve"
 _RESERVE_NBYTES = 4 * 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LONG_NBYTES = 2**20
+# Each may be of another file: a process may have a thousand open.
+_OPEN_AT_ONCE = 128
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _REMEDIES = {
@@ -183,14 +196,35 @@ class LocalStore:
 
     def read_into(self, name: str, start: int, into: memoryview) -> int:
         """Fills `into` with bytes from `start` on; how many there were before the file ended."""
-        return self.read_parts(name, [(start, into)])[0]
-
-    def read_parts(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """`read_into` of several parts of one file, which is opened once."""
-        for start, into in parts:
-            check_range(name, start, len(into))
+        check_range(name, start, len(into))
         with self._open(name) as handle:
-            return [self._read_part(name, handle, start, into) for start, into in parts]
+            return self._read_part(name, handle, start, into)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether one call of `read_parts` has as many reads under way as pay off."""
+        return has_queue()
+
+    def read_parts(self, parts: Sequence[Part]) -> list[int]:
+        """`read_into` of parts of files, those of whole blocks at once."""
+        for part in parts:
+            check_range(part.name, part.start, len(part.into))
+        found = [-1] * len(parts)
+        whole = [at for at, part in enumerate(parts) if is_aligned(part.start, part.into)]
+        for first in range(0, len(whole) if has_queue() else 0, _OPEN_AT_ONCE):
+            some = whole[first : first + _OPEN_AT_ONCE]
+            reads = [(self._path(parts[at].name), *parts[at][1:]) for at in some]
+            counts = self._call(parts[some[0]].name, self._disk.read_files, reads)
+            for at, count in zip(some, counts, strict=True):
+                # One that ends within a block has met the end of the file.
+                if count == len(parts[at].into) or (count > 0 and count % BLOCK_NBYTES):
+                    found[at] = count
+        others = [at for at, count in enumerate(found) if count < 0]
+        for name, of_file in groupby(others, key=lambda at: parts[at].name):
+            with self._open(name) as handle:
+                for at in of_file:
+                    found[at] = self._read_part(name, handle, *parts[at][1:])
+        return found
 
     def _read_part(self, name: str, handle: int, start: int, into: memoryview) -> int:
         # Whole blocks that a caller has made room for need no copy, and bring no others with them.
@@ -240,7 +274,7 @@ class LocalStore:
         """What stands directly below a directory; to look at each of thousands takes long."""
         path = self._path(directory)
         found = self._call(f"the listing of {directory}/*", self._disk.entries, path)
-        return (f"{directory}/{entry}" for entry in filter(is_segment, found or ()))
+        return (f"{directory}/{entry}" for entry in filter(SEGMENT.match, found or ()))
 
     def delete(self, names: Iterable[str]) -> None:
         touched = set()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from emberkeep.errors import ConfigError
 
@@ -20,7 +20,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # Segments never begin with a dot: that excludes "." and "..", and leaves dotted names to the
 # stores themselves (the local store keeps unfinished puts under one).
-_SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9_=.-]*\Z")
+SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9_=.-]*\Z")
 _LONGEST_NAME = 400
 
 _READS_AT_ONCE = 16
@@ -169,20 +169,30 @@ class ListsNames(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """Part of an object, from `start` on, and the memory that it shall fill."""
+
+    name: str
+    start: int
+    into: memoryview
+
+
 @runtime_checkable
 class ReadsParts(Protocol):
-    """A store in which several parts of one object are read sooner than one after the other."""
+    """A store in which parts of objects are read sooner together than one after the other.
 
-    def read_parts(self, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
-        """`ReadsInto.read_into` of each: where it begins, and where its bytes shall be."""
+    It may have `reads_together`: whether one call has as many reads under way as pay off."""
+
+    def read_parts(self, parts: Sequence[Part]) -> list[int]:
+        """`ReadsInto.read_into` of each."""
         ...
 
 
-def read_parts(store: BlobStore, name: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
+def read_parts(store: BlobStore, parts: Sequence[Part]) -> list[int]:
     """`ReadsParts.read_parts` of any store."""
     if isinstance(store, ReadsParts):
-        return store.read_parts(name, parts)
-    return [read_into(store, name, start, into) for start, into in parts]
+        return store.read_parts(parts)
+    return [read_into(store, *part) for part in parts]
 
 
 def read_into(store: BlobStore, name: str, start: int, into: memoryview) -> int:
@@ -210,7 +220,7 @@ def check_name(name: str) -> str:
 
 def is_segment(text: str) -> bool:
     """Whether it may stand between the slashes of a name."""
-    return _SEGMENT.match(text) is not None
+    return SEGMENT.match(text) is not None
 
 
 def check_range(name: str, start: int, length: int) -> None:

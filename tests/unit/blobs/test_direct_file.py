@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.blobs import direct_file, local_store, read_parts
+from emberkeep.blobs import Part, direct_file, local_store, read_parts
+from emberkeep.blobs.file_reads import has_queue
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.errors import FullError, MissingObjectError, StorageError
@@ -146,8 +147,10 @@ def test_whole_blocks_are_read_straight_into_memory_of_whole_blocks(
         assert (disk.direct_nbytes > 0) == (type(disk) is Counting)
 
 
-def test_parts_of_a_file_are_read_as_each_by_itself_and_the_file_is_opened_once(
-    tmp_path: Path,
+@pytest.mark.parametrize("queue", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_parts_of_files_are_read_as_each_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: bool, cached: bool
 ) -> None:
     class Opening(Disk):
         opened = 0
@@ -156,24 +159,73 @@ def test_parts_of_a_file_are_read_as_each_by_itself_and_the_file_is_opened_once(
             self.opened += 1
             return super().open_to_read(path)
 
-    data = np.random.default_rng(0).bytes(9 * BLOCK_NBYTES + 7)
+    monkeypatch.setattr(local_store, "has_queue", lambda: queue and has_queue())
     disk = Opening()
     store = LocalStore(tmp_path, disk=disk)
-    store.put("object", data)
-    area = recycled(16 * BLOCK_NBYTES)
+    sizes = {"one": 9 * BLOCK_NBYTES + 7, "other": 5 * BLOCK_NBYTES, "short": 3}
+    objects = {name: np.random.default_rng(0).bytes(nbytes) for name, nbytes in sizes.items()}
+    for name, data in objects.items():
+        store.put(name, data)
+        with (tmp_path / name).open("rb") as file:
+            if cached or not hasattr(os, "posix_fadvise"):
+                assert file.read() == data
+            else:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    area = recycled(40 * BLOCK_NBYTES)
     places = [
-        (0, area[:BLOCK_NBYTES]), (5, memoryview(bytearray(100))),
-        (2 * BLOCK_NBYTES, area[BLOCK_NBYTES : 3 * BLOCK_NBYTES]),
-        (9 * BLOCK_NBYTES, area[3 * BLOCK_NBYTES : 4 * BLOCK_NBYTES]),
-        (len(data) + 1, memoryview(bytearray(3))),
+        ("one", 0, 1), ("one", 2, 2), ("one", 9, 1), ("one", 12, 1), ("other", 1, 2),
+        ("other", 3, 4), ("short", 0, 8), ("other", 5, 1),
     ]  # fmt: skip
-    found = read_parts(store, "object", places)
-    assert disk.opened == 1
-    for (start, into), count in zip(places, found, strict=True):
-        assert into[:count] == data[start : start + len(into)]
-    assert found == [BLOCK_NBYTES, 100, 2 * BLOCK_NBYTES, 7, 0]
-    with pytest.raises(MissingObjectError):
-        read_parts(store, "nothing", places)
+    parts, begin = [], 0
+    for name, first, blocks in places:
+        end = begin + blocks * BLOCK_NBYTES
+        parts.append(Part(name, first * BLOCK_NBYTES, area[begin:end]))
+        begin = end
+    parts.insert(1, Part("one", 5, memoryview(bytearray(100))))
+    parts.append(Part("one", sizes["one"] + 1, memoryview(bytearray(3))))
+    expected = [objects[name][start : start + len(into)] for name, start, into in parts]
+    assert read_parts(store, parts) == [len(data) for data in expected]
+    for part, data in zip(parts, expected, strict=True):
+        assert part.into[: len(data)] == data
+    if not queue:
+        assert disk.opened == 5  # once for parts of a file that stand together
+    with pytest.raises(MissingObjectError, match="nothing"):
+        read_parts(store, [*parts, Part("nothing", 0, area[:BLOCK_NBYTES])])
+
+
+def test_more_reads_than_a_queue_holds_from_more_files_than_are_open_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_store, "_OPEN_AT_ONCE", 300)
+    store, blocks = LocalStore(tmp_path), 400
+    area = recycled(2 * blocks * BLOCK_NBYTES)
+    parts, expected = [], []
+    for name in ("a", "b"):
+        data = np.random.default_rng(ord(name)).bytes(blocks * BLOCK_NBYTES)
+        store.put(name, data)
+        with (tmp_path / name).open("rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for at in range(0, blocks * BLOCK_NBYTES, BLOCK_NBYTES):
+            begin = len(parts) * BLOCK_NBYTES
+            parts.append(Part(name, at, area[begin : begin + BLOCK_NBYTES]))
+        expected.append(data)
+    assert read_parts(store, parts) == [BLOCK_NBYTES] * len(parts)
+    assert bytes(area) == b"".join(expected)
+
+
+def test_a_read_of_parts_that_fails_says_why(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    store = LocalStore(tmp_path, disk=disk)
+    store.put("object", bytes(4 * BLOCK_NBYTES))
+    area = recycled(2 * BLOCK_NBYTES)
+    parts = [Part("object", at, area[at : at + BLOCK_NBYTES]) for at in (0, BLOCK_NBYTES)]
+    disk.heal()
+    assert read_parts(store, parts) == [BLOCK_NBYTES] * 2
+    for at in range(len(disk.calls)):
+        disk.fail(at, errno.EIO)
+        with pytest.raises(StorageError, match="object"):
+            read_parts(store, parts)
 
 
 def test_to_ask_whether_blocks_are_cached_has_none_read(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from emberkeep._types import I64
-from emberkeep.blobs import BlobStore, Buffer, caller_of, read_parts
+from emberkeep.blobs import BlobStore, Buffer, Part, caller_of, read_parts
 from emberkeep.errors import DamageError, MissingObjectError
 from emberkeep.repository.grid.bundles import Bundle, Piece, Rows, check, damaged, unpack_heads
 from emberkeep.repository.repository import Repository
@@ -40,7 +40,8 @@ class Range:
 
 
 class Run(NamedTuple):
-    """One read: the first and the end of what it reads, where it begins and how long it is."""
+    """One read of a file: the first and the end of what it reads, where it begins and how long it
+    is."""
 
     first: int
     last: int
@@ -54,30 +55,40 @@ def gap_of(store: BlobStore) -> int:
 
 
 def runs(
-    starts: Sequence[int] | I64, nbytes: Sequence[int] | I64, gap: int = _GAP_NBYTES
-) -> list[Run]:
-    """What stands in one file, ascending, as few long reads."""
+    starts: Sequence[int] | I64, nbytes: Sequence[int] | I64, gap: int = _GAP_NBYTES,
+    files: I64 | None = None,
+) -> list[Run]:  # fmt: skip
+    """What stands in one file, ascending, as few long reads; or in several, file after file, of
+    which `files` has the numbers."""
     starts_P, nbytes_P = np.asarray(starts, np.int64), np.asarray(nbytes, np.int64)
     if not starts_P.size:
         return []
-    # One without a body may stand before its neighbour or after it.
-    ends_P = np.maximum.accumulate(starts_P + nbytes_P)
-    breaks = np.flatnonzero(starts_P[1:] - ends_P[:-1] > gap) + 1
+    ends_P = starts_P + nbytes_P
+    separate = starts_P[1:] - ends_P[:-1] > gap
+    if files is not None:
+        separate |= files[1:] != files[:-1]
+    breaks = np.flatnonzero(separate) + 1
     found = []
     for first, last in pairwise([0, *breaks.tolist(), starts_P.size]):
         while first < last:
             begin = int(starts_P[first])
-            most = int(np.searchsorted(ends_P[first + 1 : last], begin + _READ_NBYTES, "right"))
-            until = first + 1 + most
-            found.append(Run(first, until, begin, int(ends_P[until - 1]) - begin))
+            until = last
+            if int(ends_P[last - 1]) - begin > _READ_NBYTES:
+                most = np.searchsorted(ends_P[first + 1 : last], begin + _READ_NBYTES, "right")
+                until = first + 1 + int(most)
+            # Not the end of the last: one without a body may stand before its neighbour or after.
+            found.append(Run(first, until, begin, int(ends_P[first:until].max()) - begin))
             first = until
     return found
 
 
 def calls_at_once(repository: Repository, nbytes: Sequence[int]) -> list[tuple[int, int]]:
     """What one thread reads, first and end, of reads of so many bytes: each by itself where it
-    waits for a network. To have a thread begin takes longer than a short read from a disk: there
-    some are made one after the other if there are more than pay off at once."""
+    waits for a network, all of a store that reads them together. To have a thread begin takes
+    longer than a short read from a disk: there some are made one after the other if there are more
+    than pay off at once."""
+    if getattr(repository.store, "reads_together", False):
+        return [(0, len(nbytes))] if nbytes else []
     sizes = [each + _READ_COST_NBYTES for each in nbytes]
     most = min(_TOGETHER_NBYTES, sum(sizes) // repository.reading.depth)
     alone = caller_of(repository.store) is not None
@@ -117,23 +128,19 @@ def read_range(repository: Repository, wanted: Range) -> Buffer:
         return repository.store.get_range(wanted.bundle.name, wanted.start, wanted.length)
 
 
-class Part(NamedTuple):
-    """Part of a file, the memory that it shall fill, and how many bytes must be there."""
-
-    name: str
-    start: int
-    into: memoryview
-    least: int
-
-
-def read_each(repository: Repository, parts: Sequence[Part]) -> None:
-    """Fills memory with parts of files, those of one file together."""
-    for name, of_file in groupby(parts, key=lambda part: part.name):
-        some = list(of_file)
-        with missing_is_damage(name):
-            found = read_parts(repository.store, name, [(part.start, part.into) for part in some])
-        if any(there < part.least for there, part in zip(found, some, strict=True)):
-            raise damaged(name)
+def read_each(repository: Repository, parts: Sequence[tuple[Part, int]]) -> None:
+    """Fills memory with parts of files, each with how many bytes must be there."""
+    every = [part for part, _ in parts]
+    try:
+        found = read_parts(repository.store, every)
+    except MissingObjectError:
+        for name in {part.name for part in every}:
+            with missing_is_damage(name):
+                repository.store.size(name)
+        raise
+    for (part, least), there in zip(parts, found, strict=True):
+        if there < least:
+            raise damaged(part.name)
 
 
 @contextmanager
@@ -148,21 +155,12 @@ def missing_is_damage(name: str) -> Iterator[None]:
         ) from None
 
 
-HeadsOf = tuple[str, I64, I64]
-"""A file, where heads begin there, and how long they are."""
-
-
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The bytes of heads of one file, and where each of them begins, in the order asked for."""
 
     data: bytes
     starts: I64
-
-
-def heads_of_files(repository: Repository, files: Sequence[HeadsOf]) -> list[Heads]:
-    """`read_heads` of several files."""
-    return [read_heads(repository, *each) for each in files]
 
 
 def read_heads(

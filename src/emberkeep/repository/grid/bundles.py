@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from emberkeep._types import I32, I64, U8, Array, Json
+from emberkeep._types import I32, I64, U8, U64, Array, Json
 from emberkeep.codecs import Codec, Raw, codec_from_dict, is_plane
 from emberkeep.codecs.table_codecs import codec_of
 from emberkeep.errors import ConfigError, DamageError
@@ -563,12 +563,18 @@ def check(name: str, data: memoryview, digest: str) -> None:
         raise damaged(name)
 
 
-def check_pieces(name: str, data: memoryview, pieces: Iterable[tuple[int, int, int]]) -> None:
-    """`check` of many heads or bodies: where each begins in the data, its length, its digest."""
+def check_pieces(
+    data: memoryview, starts_P: I64, nbytes_P: I64, digests_P: U64, name_of: Callable[[int], str]
+) -> None:
+    """`check` of many heads or bodies, which begin there in the data; `name_of` says which file one
+    is from, should it not be what was written."""
     digest_of = xxhash.xxh3_64_intdigest
-    for at, nbytes, digest in pieces:
-        if digest_of(data[at : at + nbytes]) != digest:
-            raise damaged(name)
+    about = zip(
+        starts_P.tolist(), (starts_P + nbytes_P).tolist(), digests_P.tolist(), strict=True
+    )  # fmt: skip
+    for number, (start, end, digest) in enumerate(about):
+        if digest_of(data[start:end]) != digest:
+            raise damaged(name_of(number))
 
 
 def damaged(name: str) -> DamageError:

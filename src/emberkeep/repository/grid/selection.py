@@ -10,11 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep._types import I64, U64, Bools
 from emberkeep.errors import DamageError
-from emberkeep.repository.grid.bundle_reader import Heads
 from emberkeep.repository.grid.bundles import Family, check_pieces, unpack_heads
 from emberkeep.repository.grid.piece_table import PieceTable, joined_columns
 from emberkeep.runtime.memory import lazy_zeros
@@ -78,33 +76,27 @@ class Listed:
         """The file that a piece is in."""
         return self.files[int(self.file_P[piece])]
 
-    def of_files(self) -> Iterator[tuple[str, slice]]:
-        """The files, and which pieces are in each."""
-        ends = np.searchsorted(self.file_P, np.arange(len(self.files) + 1)).tolist()
-        for name, first, last in zip(self.files, ends, ends[1:], strict=False):
-            yield name, slice(first, last)
-
 
 class Chosen:
     """The rows of pieces, and of each whether it is the newest of its id.
 
     Rows stand piece after piece, in groups of one table; the numbers of pieces are those that they
-    are listed under. `heads` are those of each file, `limits` the sizes of the tables, None for
-    those that take any id; of tables that are not `wanted` no row is chosen.
+    are listed under. The head of each begins at `starts_P` of the data; `limits` are the sizes of
+    the tables, None for those that take any id; of tables that are not `wanted` no row is chosen.
     """
 
     def __init__(
-        self, listed: Listed, heads: Sequence[Heads], limits: Sequence[int | None],
+        self, listed: Listed, data: memoryview, starts_P: I64, limits: Sequence[int | None],
         wanted: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self.listed = listed
-        data, starts_P = self._checked(heads)
+        check_pieces(data, starts_P, listed.head_nbytes_P, listed.head_digest_P, listed.name)
         # Newest first; of one birth rows before tombstones: an id that left and came back is both.
         deleted = np.array([not family for family in listed.families], np.bool_)
         order = np.lexsort((deleted[listed.family_P], -listed.birth_P))
         rows_P = listed.rows_P[order]
         groups_P, self.tables_G, self.counts_G, self.ids = unpack_heads(
-            data, starts_P[order], listed.head_nbytes_P[order], rows_P,
+            np.asarray(data), starts_P[order], listed.head_nbytes_P[order], rows_P,
             lambda number: listed.name(int(order[number])),
         )  # fmt: skip
         self.kept: Bools = lazy_zeros((self.ids.size,), np.bool_)
@@ -117,23 +109,6 @@ class Chosen:
         self._deleted_P = np.flatnonzero(deleted[listed.family_P])
         if self.tables_G.size:
             self._choose(limits, wanted)
-
-    def _checked(self, every: Sequence[Heads]) -> tuple[npt.NDArray[np.uint8], I64]:
-        """The bytes of all heads, which match their digests, and where each begins."""
-        listed = self.listed
-        starts_P = np.empty(listed.head_P.size, np.int64)
-        begin = 0
-        for (name, pieces), heads in zip(listed.of_files(), every, strict=True):
-            view = memoryview(heads.data)
-            about = zip(
-                heads.starts.tolist(), listed.head_nbytes_P[pieces].tolist(),
-                listed.head_digest_P[pieces].tolist(), strict=True,
-            )  # fmt: skip
-            check_pieces(name, view, about)
-            starts_P[pieces] = heads.starts
-            starts_P[pieces] += begin
-            begin += len(view)
-        return np.frombuffer(bytearray().join(heads.data for heads in every), np.uint8), starts_P
 
     def _choose(self, limits: Sequence[int | None], wanted: Collection[int] | None) -> None:
         from emberkeep.kernels import first_rows, grid_arrays

@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep._types import I64, U8
+from emberkeep.blobs import Part
 from emberkeep.blobs.system_disk import BLOCK_NBYTES
 from emberkeep.errors import ChangedError, DamageError
 from emberkeep.repository.grid.bundle_reader import (
-    Part,
     calls_at_once,
     ensure_there,
     gap_of,
-    heads_of_files,
     ranges,
     read_each,
     read_range,
@@ -125,19 +124,14 @@ class ScatteredTables:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pieces first..last of the listed ones, which stand side by side; `lead` bytes before them and
-    some after them are read too, so that whole blocks of a disk are."""
+    """Heads or bodies of `pieces`, which stand side by side; `lead` bytes before them and some
+    after them are read too, so that whole blocks of a disk are."""
 
     name: str
-    first: int
-    last: int
+    pieces: I64
     start: int
     length: int
-
-    @property
-    def lead(self) -> int:
-        # What follows begins at a multiple of four, so that rows can be read where they are.
-        return 0 if self.start % 4 else self.start % BLOCK_NBYTES
+    lead: int
 
     @property
     def room(self) -> int:
@@ -153,6 +147,14 @@ class _Batch:
     area: memoryview
     reads: Sequence[Future[None]]
 
+    def arrived(self, starts_P: I64) -> tuple[I64, I64]:
+        """Its pieces, and where in the memory stands what begins at `starts_P` of the files."""
+        for read in self.reads:
+            read.result()
+        pieces = np.concatenate([run.pieces for run in self.runs])
+        moved = [begin - run.start for run, begin in zip(self.runs, self.begins, strict=True)]
+        return pieces, starts_P[pieces] + np.repeat(moved, [run.pieces.size for run in self.runs])
+
 
 def _rows(
     repository: Repository, planned: Sequence[PieceTable], pool: Pool,
@@ -162,12 +164,18 @@ def _rows(
     names, limits = list(schema), [table.get("rows") for table in schema.values()]
     wanted = None if tables is None else {names.index(table) for table in tables}
     listed = Listed.of(planned)
+    if not listed.rows_P.size:
+        return
     choice: Future[Chosen] = Future()
     reading = repository.reading
 
     def take(batch: _Batch) -> list[ScatteredTables]:
-        pieces, bodies, data = _arrived(listed, batch)
-        chosen = choice.result()
+        pieces, bodies = batch.arrived(listed.offset_P)
+        check_pieces(
+            batch.area, bodies, listed.nbytes_P[pieces], listed.digest_P[pieces],
+            lambda number: listed.name(pieces[number]),
+        )  # fmt: skip
+        chosen, data = choice.result(), np.asarray(batch.area)
         return [
             found
             for family in np.unique(listed.family_P[pieces]).tolist()
@@ -180,18 +188,12 @@ def _rows(
     ):
         taking: deque[tuple[int, Future[list[ScatteredTables]]]] = deque()
         try:
-            asked_for = [
-                (name, listed.head_P[pieces], listed.head_nbytes_P[pieces])
-                for name, pieces in listed.of_files()
-            ]
-            sizes = [int(nbytes.sum()) for _, _, nbytes in asked_for]
-            heads = [
-                readers.submit(heads_of_files, repository, asked_for[first:last])
-                for first, last in calls_at_once(repository, sizes)
-            ]
-            batches = deque(_batches(listed, gap_of(repository.store)))
-            for there in [readers.submit(ensure_there, repository, *run) for run in _long(batches)]:
+            head_runs = _head_runs(listed)
+            batches = deque(_batches(_body_runs(listed, gap_of(repository.store))))
+            ends = _long([head_runs, *batches])
+            for there in [readers.submit(ensure_there, repository, *end) for end in ends]:
                 there.result()
+            heads = _start(repository, head_runs, readers)
             held = 0
 
             def read_on() -> int:
@@ -201,7 +203,7 @@ def _rows(
                     nbytes = _nbytes(batches[0])
                     if taking and held + asked + nbytes > reading.nbytes:
                         break
-                    batch = _start(repository, batches.popleft(), readers)
+                    batch = _start(repository, batches.popleft(), readers, _AREA_NBYTES)
                     taking.append((nbytes, takers.submit(take, batch)))
                     asked += nbytes
                 return asked
@@ -209,9 +211,11 @@ def _rows(
             # The first bodies are on their way while heads are looked at.
             held += read_on()
             try:
-                chosen = Chosen(
-                    listed, [part for each in heads for part in each.result()], limits, wanted
-                )
+                pieces, starts = heads.arrived(listed.head_P)
+                starts_P = np.empty_like(starts)
+                starts_P[pieces] = starts
+                chosen = Chosen(listed, heads.area, starts_P, limits, wanted)
+                del heads
                 choice.set_result(chosen)
             except BaseException as error:
                 choice.set_exception(error)
@@ -246,21 +250,43 @@ def _nbytes(batch: Sequence[_Run]) -> int:
     return sum(run.room for run in batch)
 
 
-def _batches(listed: Listed, gap: int) -> list[list[_Run]]:
+def _head_runs(listed: Listed) -> list[_Run]:
+    order = np.lexsort((listed.head_P, listed.file_P))
+    files_P, starts_P = listed.file_P[order], listed.head_P[order]
+    return [
+        _Run(listed.files[files_P[first]], order[first:last], start, length, start % BLOCK_NBYTES)
+        for first, last, start, length in runs(
+            starts_P, listed.head_nbytes_P[order], files=files_P
+        )
+    ]  # fmt: skip
+
+
+def _body_runs(listed: Listed, gap: int) -> list[_Run]:
+    order = np.flatnonzero(listed.nbytes_P)  # tombstones have no bodies
+    files_P = listed.file_P[order]
+    return [
+        # What follows begins at a multiple of four, so that rows can be read where they are.
+        _Run(
+            listed.files[files_P[first]], order[first:last], start, length,
+            0 if start % 4 else start % BLOCK_NBYTES,
+        )
+        for first, last, start, length in runs(
+            listed.offset_P[order], listed.nbytes_P[order], gap, files_P
+        )
+    ]  # fmt: skip
+
+
+def _batches(every: Iterable[_Run]) -> list[list[_Run]]:
     """Bodies that are looked at together, in their order; the shortest batch comes first, because
     nothing can be written until one is there."""
     found: list[list[_Run]] = []
     nbytes = 0
-    for name, some in listed.of_files():
-        for first, last, start, length in runs(listed.offset_P[some], listed.nbytes_P[some], gap):
-            if not length:  # tombstones have no bodies
-                continue
-            run = _Run(name, some.start + first, some.start + last, start, length)
-            if not found or nbytes + run.room > _BATCH_NBYTES:
-                found.append([])
-                nbytes = 0
-            found[-1].append(run)
-            nbytes += run.room
+    for run in every:
+        if not found or nbytes + run.room > _BATCH_NBYTES:
+            found.append([])
+            nbytes = 0
+        found[-1].append(run)
+        nbytes += run.room
     if found:
         shortest = min(found, key=lambda batch: sum(run.length for run in batch))
         found.remove(shortest)
@@ -268,13 +294,15 @@ def _batches(listed: Listed, gap: int) -> list[list[_Run]]:
     return found
 
 
-def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Batch:
+def _start(
+    repository: Repository, batch: Sequence[_Run], readers: Crew, least_nbytes: int = 0
+) -> _Batch:
     """Has the bytes of a batch read, all parts of it at once."""
     # All of one size, so that they are used again: only what is written costs memory.
-    area = recycled(max(_nbytes(batch), _AREA_NBYTES))
+    area = recycled(max(_nbytes(batch), least_nbytes, 1))
     step = repository.reading.part_nbytes
     begins: list[int] = []
-    parts: list[Part] = []
+    parts: list[tuple[Part, int]] = []
     begin = 0
     for run in batch:
         # Without a lead nothing but the run itself is read: blocks would begin elsewhere.
@@ -282,34 +310,15 @@ def _start(repository: Repository, batch: Sequence[_Run], readers: Crew) -> _Bat
         for at in range(0, end, step):
             into = area[begin + at : begin + min(at + step, end)]
             least = min(len(into), run.lead + run.length - at)
-            start = run.start - run.lead + at
-            parts.append(Part(run.name, start, into, least))
+            parts.append((Part(run.name, run.start - run.lead + at, into), least))
         begins.append(begin + run.lead)
         begin += run.room
-    sizes = [len(part.into) for part in parts]
+    sizes = [len(part.into) for part, _ in parts]
     reads = [
         readers.submit(read_each, repository, parts[first:last])
         for first, last in calls_at_once(repository, sizes)
     ]
     return _Batch(batch, begins, area[:begin], reads)
-
-
-def _arrived(listed: Listed, batch: _Batch) -> tuple[I64, I64, U8]:
-    """The pieces of a batch, where the body of each begins, and the bytes: they match their
-    digests."""
-    for read in batch.reads:
-        read.result()
-    bodies = []
-    for run, begin in zip(batch.runs, batch.begins, strict=True):
-        some = slice(run.first, run.last)
-        bodies.append(listed.offset_P[some] + (begin - run.start))
-        about = zip(
-            bodies[-1].tolist(), listed.nbytes_P[some].tolist(), listed.digest_P[some].tolist(),
-            strict=True,
-        )  # fmt: skip
-        check_pieces(run.name, batch.area, about)
-    pieces = np.concatenate([np.arange(run.first, run.last) for run in batch.runs])
-    return pieces, np.concatenate(bodies), np.asarray(batch.area)
 
 
 def _taken(
