@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -153,6 +154,7 @@ def serve(
     events = EventLog(log)
     events.show_warnings()
     warm_up()
+    gc.freeze()  # what was imported stays: to look through it for garbage takes 100 ms each time
     served = ShardService(threads=threads, place=place, tier=own_tier, on_event=events)
     served.page.log = events.path
     # What started the server closes its standard input when it needs it no more, however it ends;

@@ -13,7 +13,7 @@ version and claiming, the predecessor could have committed another one and heard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -114,13 +114,13 @@ class Listing:
     @classmethod
     def made(
         cls, store: BlobStore, origin: Lineage, epoch: int,
-        found: Iterable[tuple[str, BlobInfo | None]],
+        found: Mapping[str, BlobInfo | None],
     ) -> Listing:  # fmt: skip
         """From what was listed."""
         manifests: dict[VersionId, BlobInfo | None] = {}
         void = set()
         removed: dict[int, int] = {}
-        for name, info in found:
+        for name, info in found.items():
             parsed = parse_version(name)
             if parsed is None:
                 continue
@@ -168,12 +168,13 @@ class Listing:
         )
 
 
-def _listed(store: BlobStore, *, dated: bool) -> list[tuple[str, BlobInfo | None]]:
+def _listed(store: BlobStore, *, dated: bool) -> dict[str, BlobInfo | None]:
+    # A dictionary: thousands of pairs would have Python look for garbage, again and again.
     if isinstance(store, ListsNames) and not dated:
-        found = list(store.names(VERSIONS))
+        found: dict[str, BlobInfo | None] = dict.fromkeys(store.names(VERSIONS))
         if not any(map(is_note, found)):
-            return [(name, None) for name in found]
-    return [(info.name, info) for info in store.list(VERSIONS)]
+            return found
+    return {info.name: info for info in store.list(VERSIONS)}
 
 
 class Look:

@@ -125,14 +125,14 @@ class PieceTable:
         """The pieces that are not in a list, and the part of the list that is not among them."""
         if not len(gone) or not len(self):
             return self, gone
-        listed = set(map(tuple, gone.keys.tolist()))
-        beside = np.flatnonzero(np.isin(self["file"], gone.keys[:, 0]))
-        keys = zip(self["file"][beside].tolist(), self["head"][beside].tolist(), strict=True)
-        found = {key: at for at, key in zip(beside.tolist(), keys, strict=True) if key in listed}
-        kept = np.ones(len(self), np.bool_)
-        kept[list(found.values())] = False
-        others = [key for key in gone.keys.tolist() if tuple(key) not in found]
-        return self.taken(kept), Gone(np.array(others, np.int64).reshape(-1, 2))
+        keys = np.concatenate([self.keys().keys, gone.keys])
+        order = np.lexsort((keys[:, 1], keys[:, 0]))
+        ranks = np.empty(len(keys), np.int64)
+        ranks[order] = np.cumsum(
+            np.append(False, (keys[order[1:]] != keys[order[:-1]]).any(axis=1))
+        )  # fmt: skip
+        own, others = ranks[: len(self)], ranks[len(self) :]
+        return self.only(~np.isin(own, others)), Gone(gone.keys[~np.isin(others, own)])
 
     def read_by(self, version: int) -> Bools:
         """Which pieces a restore of a version reads."""

@@ -410,6 +410,7 @@ class _Files(Mapping[int, GridFile]):
     def __init__(self, segment: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         rows = list(zip(*(columns[field].tolist() for field in _FILES), strict=True))
         self._segment = segment
+        self._grid = (names.parse_segment(segment) or (None,))[0]
         self._rows = {row[0]: row for row in rows}
         self._known: dict[int, GridFile] = {}
         self._families: dict[str, tuple[Family, ...]] = {}
@@ -433,9 +434,8 @@ class _Files(Mapping[int, GridFile]):
     def _described(self, number: int) -> GridFile:
         name = self._segment
         _, file, size, _, _, _, _, forms, _ = self._rows[number]
-        segment, bundle = names.parse_segment(name), names.parse_bundle(file)
-        grid = None if segment is None else segment[0]
-        own = names.parse_data(file) is not None if bundle is None else bundle[0] == grid
+        bundle = names.parse_bundle(file)
+        own = names.parse_data(file) is not None if bundle is None else bundle[0] == self._grid
         if number < 0 or size < 0 or not own:
             raise damaged(name, "it names a file that is not of the grid")
         if forms not in self._families:
