@@ -15,6 +15,7 @@ from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import ConfigError
+from emberkeep.repository.grid import version_rows
 from emberkeep.repository.policies import Grid, Layout
 from tests.contracts.engine import state
 from tests.contracts.layout import opened, started, train
@@ -105,6 +106,32 @@ def test_any_depth_and_budget_bring_the_same_rows(layout: Layout, tmp_path: Path
         keeper.restore()
         assert store.most <= depth
         assert state(fresh) == state(cluster)
+
+
+@pytest.mark.parametrize("batch_nbytes", [1, 6000, 15_000])
+def test_rows_of_a_grid_are_the_same_however_many_batches_they_are_looked_at_in(
+    batch_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them is the shortest, and comes first."""
+    cluster = history(LocalStore(tmp_path), "grid")
+    monkeypatch.setattr(version_rows, "_BATCH_NBYTES", batch_nbytes)
+    for store in (LocalStore(tmp_path), Watched(LocalStore(tmp_path))):
+        fresh = opened()
+        started(fresh, store).restore()
+        assert state(fresh) == state(cluster)
+
+
+def test_the_shortest_batch_comes_first_and_the_others_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(version_rows, "_BATCH_NBYTES", 1)
+    lengths = [50_000, 30_000, 10_000, 20_000]
+    runs = [
+        version_rows._Run("of one file", np.arange(length // 1000), 0, length, 0)
+        for length in lengths
+    ]
+    batches = version_rows._batches(runs)
+    assert [run.length for [run] in batches] == [10_000, 50_000, 30_000, 20_000]
 
 
 def test_a_store_says_how_many_reads_pay_and_settings_may_choose_others() -> None:

@@ -288,9 +288,8 @@ def _batches(every: Iterable[_Run]) -> list[list[_Run]]:
         found[-1].append(run)
         nbytes += run.room
     if found:
-        shortest = min(found, key=lambda batch: sum(run.length for run in batch))
-        found.remove(shortest)
-        found.insert(0, shortest)
+        lengths = [sum(run.length for run in batch) for batch in found]
+        found.insert(0, found.pop(lengths.index(min(lengths))))
     return found
 
 
