@@ -112,6 +112,7 @@ def _acknowledged(random: Random) -> dict[str, Any]:
     return _parity(
         random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), shards=3, prefetches=False,
         faults=(*cuts, Fault(at=at + 4, kind="kill trainer", target=1), _kill(at + 4.1, 0)),
+        pace=1.0, steps=24,
     )  # fmt: skip
 
 

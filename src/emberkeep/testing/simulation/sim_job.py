@@ -22,7 +22,7 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server.pushes import RowGradients
 from emberkeep.strategies import Strategy, incremental, parity
 from emberkeep.strategies import partial as partial_recovery
-from emberkeep.testing.simulation.parity_check import check_parity
+from emberkeep.testing.simulation.parity_check import any_left_out, check_parity
 from emberkeep.testing.simulation.row_model import LR, RowModel, rows_of
 from emberkeep.testing.simulation.scheduler import Process, SimulationError
 from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, Options
@@ -381,8 +381,16 @@ class Follower:
             job.pending = None
             if not together:
                 job.unsettled.append((wanted, grads))
-                job.settle(len(cluster._unsettled))
+                job.settle(self._doubtful(cluster))
                 job.followed = step
         cluster.close()
         job.settle()
         job.follower_ended = True
+
+    def _doubtful(self, cluster: FlightCluster) -> int:
+        """How many of its last pushes a loss could undo without it. Where parity is not behind,
+        hosts held each before it was acknowledged, unless they were left out; a worker keeps its
+        last one whatever hosts hold."""
+        parity, kept = self.job.options.parity, len(cluster._unsettled)
+        behind = parity is None or parity.background or any_left_out(self.job.world.network)
+        return kept if behind else min(kept, 1)
