@@ -243,7 +243,7 @@ def _goes_on(random: Random) -> dict[str, Any]:
         at += random.choice((random.uniform(0, 5), random.uniform(40, 80)))
     return {
         "goes_on": True, "faults": tuple(faults), "steps": 30,
-        "launches": random.choice(("spawned", "moved")),
+        "launches": random.choice(("spawned", "moved")), "renewed": random.random() < 0.5,
     }  # fmt: skip
 
 

@@ -327,6 +327,8 @@ class Caller:
 
     def run(self) -> None:
         job, options = self.job, self.job.options
+        if options.renewed:
+            self._until_back(self._renew)
         job.started = True
         for step in range(1, options.steps + 1):
             wanted, grads = job.model.batch(step)
@@ -344,6 +346,11 @@ class Caller:
             raise SimulationError(f"after the last step: {wrong}")
         self.cluster.close()
         job.done = True
+
+    def _renew(self) -> None:
+        every = range(self.cluster.shard_count)
+        self.cluster.renew(*every)
+        self.cluster.serve(*every)
 
     def _until_back(self, call: Callable[[], _T]) -> _T:
         while True:
