@@ -45,6 +45,8 @@ class Job:
         self.started = False
         """Whether the present leader has brought rows back, and others may push."""
         self.started_at = 0.0
+        self.moved_at = 0.0
+        """When it last came on: took a step, had something back, or wrote a version."""
         self.leader: Leader | None = None
         """The newest; one before it may be stopped, and wake up."""
         self.recoveries = 0
@@ -74,6 +76,9 @@ class Job:
     def exact(self) -> bool:
         """Whether the model knows every row."""
         return not (self.options.workers == "asynchronous" and self.went_back)
+
+    def come_on(self) -> None:
+        self.moved_at = self.world.scheduler.seconds
 
     def settle(self, kept: int = 0) -> None:
         """All but the last so many pushes of the second worker are in rows for good."""
@@ -200,6 +205,7 @@ class Leader:
             else:
                 self._refuse("pushed", began)
         self.steps += 1
+        job.come_on()
         if self.steps % job.options.every == 0:
             self.saver.check()
             self._cut()
@@ -281,6 +287,8 @@ class Leader:
 
     def _hear(self, event: str, details: dict[str, Any]) -> None:
         job, world = self.job, self.job.world
+        if event in ("saved", "recovered", "returned"):
+            job.come_on()
         if event == "saved":
             world.tell(f"version {details['version']} holds step {details['step']}")
         elif event == "recovered":
@@ -386,6 +394,7 @@ class Follower:
             job.pending = (wanted, grads)
             cluster.push(wanted, grads, lr=LR)
             job.pending = None
+            job.come_on()
             if not together:
                 job.unsettled.append((wanted, grads))
                 job.settle(self._doubtful(cluster))
