@@ -47,6 +47,7 @@ SCENARIOS_OF: dict[str, tuple[str, ...]] = {
     "S3-settle": ("acknowledged",),
     "S3-gap": ("wave", "parted", "decoding"),
     "S3": ("behind", "wave"),
+    "S4-flight": ("in flight",),
     "S4": ("decoding",),
     "S5": ("wave", "together"),
     "S6": ("unchanged", "unheard"),

@@ -8,7 +8,7 @@ from emberkeep.testing.simulation.scenarios import SCENARIOS
 from tests.mutations.rules import SOURCES, Mutation
 from tests.mutations.run import path_of
 from tests.mutations.server_rules import SERVER_MUTATIONS, SIMULATED
-from tests.mutations.simulated import SCENARIOS_OF, scenarios_of
+from tests.mutations.simulated import SCENARIOS_OF, noticed, scenarios_of
 
 
 @pytest.mark.parametrize("mutation", SERVER_MUTATIONS, ids=lambda mutation: mutation.rule)
@@ -39,3 +39,10 @@ def test_every_mutation_has_scenarios_of_its_own_rule() -> None:
     assert by_name["S1-epoch"] == SCENARIOS_OF["S1"]
     assert by_name["S12"] == SCENARIOS_OF["S12"]
     assert {name for names in SCENARIOS_OF.values() for name in names} <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("rule", ["S3-settle", "S4-flight", "S7", "S10-resend"])
+def test_simulated_clusters_notice_what_they_had_ceased_to_notice(rule: str) -> None:
+    (mutation,) = (each for each in SIMULATED if each.rule == rule)
+    found = noticed(mutation, first=0, seeds=0, seconds=60.0)
+    assert found.how, f"{rule} was not noticed by {found.runs} runs of its scenarios"

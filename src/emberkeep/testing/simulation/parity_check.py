@@ -32,6 +32,14 @@ def check_parity(network: SimulatedNetwork, cluster: FlightCluster) -> int:
     return len(whole)
 
 
+@undisturbed()
+def any_left_out(network: SimulatedNetwork) -> bool:
+    """Whether some server goes on without a host of its parity."""
+    epochs = (server.service.epoch for server in network.servers.values())
+    services = (epoch.parity_service for epoch in epochs if epoch is not None)
+    return any(service._streams._left_out for service in services if service is not None)
+
+
 def _service(network: SimulatedNetwork, cluster: FlightCluster, shard: int) -> ParityService | None:
     """The parity service that a coordinator means, if its server is there and serves."""
     handle = cluster.handles[shard]

@@ -112,6 +112,7 @@ def _acknowledged(random: Random) -> dict[str, Any]:
     return _parity(
         random, k=1, workers="asynchronous", optimizer=SGD(lr=0.5), shards=3, prefetches=False,
         faults=(*cuts, Fault(at=at + 4, kind="kill trainer", target=1), _kill(at + 4.1, 0)),
+        pace=1.0, steps=24,
     )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def _goes_on(random: Random) -> dict[str, Any]:
         at += random.choice((random.uniform(0, 5), random.uniform(40, 80)))
     return {
         "goes_on": True, "faults": tuple(faults), "steps": 30,
-        "launches": random.choice(("spawned", "moved")),
+        "launches": random.choice(("spawned", "moved")), "renewed": random.random() < 0.5,
     }  # fmt: skip
 
 
@@ -309,6 +310,25 @@ def _decoding(random: Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _in_flight(random: Random) -> dict[str, Any]:
+    """A server has asked what others say about its lost rows, and asks slowly what that comes to.
+    Meanwhile they change their own rows of the same stripes, a few rows at a time: most steps need
+    none of the lost ones, and wait for nothing."""
+    at = random.uniform(6, 9)
+    slow = [
+        Fault(
+            at=at, on="syndromes", by=0, times=random.choice((1, 1, 2, 4)), kind="lag", target=0,
+            other=o, seconds=6.0, delay=random.uniform(3, 4.5),
+        )
+        for o in range(1, 5)
+    ]  # fmt: skip
+    return _parity(
+        random, k=3, r=random.choice((1, 2)), shards=5, faults=(_kill(at, 0), *slow),
+        workers="asynchronous", optimizer=SGD(lr=0.5), steps=80, pace=0.3, every=90, batch=2,
+        wide_rows=25, rebuild_share=1.0, background=True, prefetches=False,
+    )  # fmt: skip
+
+
 def _resumed(random: Random) -> dict[str, Any]:
     """Trainers die beside servers that live, often while a version is being written."""
     faults, at = [], random.uniform(2, 6)
@@ -342,5 +362,6 @@ SCENARIOS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "watched": _watched,
     "usurped": _usurped,
     "decoding": _decoding,
+    "in flight": _in_flight,
     "resumed": _resumed,
 }

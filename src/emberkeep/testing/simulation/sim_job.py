@@ -22,7 +22,7 @@ from emberkeep.runtime.pool import Pool
 from emberkeep.server.pushes import RowGradients
 from emberkeep.strategies import Strategy, incremental, parity
 from emberkeep.strategies import partial as partial_recovery
-from emberkeep.testing.simulation.parity_check import check_parity
+from emberkeep.testing.simulation.parity_check import any_left_out, check_parity
 from emberkeep.testing.simulation.row_model import LR, RowModel, rows_of
 from emberkeep.testing.simulation.scheduler import Process, SimulationError
 from emberkeep.testing.simulation.sim_options import DEADLINE, LEASE, PATIENCE, Options
@@ -45,6 +45,8 @@ class Job:
         self.started = False
         """Whether the present leader has brought rows back, and others may push."""
         self.started_at = 0.0
+        self.moved_at = 0.0
+        """When it last came on: took a step, had something back, or wrote a version."""
         self.leader: Leader | None = None
         """The newest; one before it may be stopped, and wake up."""
         self.recoveries = 0
@@ -74,6 +76,9 @@ class Job:
     def exact(self) -> bool:
         """Whether the model knows every row."""
         return not (self.options.workers == "asynchronous" and self.went_back)
+
+    def come_on(self) -> None:
+        self.moved_at = self.world.scheduler.seconds
 
     def settle(self, kept: int = 0) -> None:
         """All but the last so many pushes of the second worker are in rows for good."""
@@ -200,6 +205,7 @@ class Leader:
             else:
                 self._refuse("pushed", began)
         self.steps += 1
+        job.come_on()
         if self.steps % job.options.every == 0:
             self.saver.check()
             self._cut()
@@ -281,6 +287,8 @@ class Leader:
 
     def _hear(self, event: str, details: dict[str, Any]) -> None:
         job, world = self.job, self.job.world
+        if event in ("saved", "recovered", "returned"):
+            job.come_on()
         if event == "saved":
             world.tell(f"version {details['version']} holds step {details['step']}")
         elif event == "recovered":
@@ -327,6 +335,8 @@ class Caller:
 
     def run(self) -> None:
         job, options = self.job, self.job.options
+        if options.renewed:
+            self._until_back(self._renew)
         job.started = True
         for step in range(1, options.steps + 1):
             wanted, grads = job.model.batch(step)
@@ -344,6 +354,11 @@ class Caller:
             raise SimulationError(f"after the last step: {wrong}")
         self.cluster.close()
         job.done = True
+
+    def _renew(self) -> None:
+        every = range(self.cluster.shard_count)
+        self.cluster.renew(*every)
+        self.cluster.serve(*every)
 
     def _until_back(self, call: Callable[[], _T]) -> _T:
         while True:
@@ -379,10 +394,19 @@ class Follower:
             job.pending = (wanted, grads)
             cluster.push(wanted, grads, lr=LR)
             job.pending = None
+            job.come_on()
             if not together:
                 job.unsettled.append((wanted, grads))
-                job.settle(len(cluster._unsettled))
+                job.settle(self._doubtful(cluster))
                 job.followed = step
         cluster.close()
         job.settle()
         job.follower_ended = True
+
+    def _doubtful(self, cluster: FlightCluster) -> int:
+        """How many of its last pushes a loss could undo without it. Where parity is not behind,
+        hosts held each before it was acknowledged, unless they were left out; a worker keeps its
+        last one whatever hosts hold."""
+        parity, kept = self.job.options.parity, len(cluster._unsettled)
+        behind = parity is None or parity.background or any_left_out(self.job.world.network)
+        return kept if behind else min(kept, 1)

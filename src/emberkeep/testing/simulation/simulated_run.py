@@ -27,12 +27,15 @@ from emberkeep.testing.simulation.scheduler import (
     undisturbed,
 )
 from emberkeep.testing.simulation.short_memory import short_of_memory
-from emberkeep.testing.simulation.sim_job import Caller, Follower, Job, Leader
+from emberkeep.testing.simulation.sim_job import TIMING, Caller, Follower, Job, Leader
 from emberkeep.testing.simulation.sim_options import KINDS, FaultKind, Options
 from emberkeep.testing.simulation.sim_threading import patched
 from emberkeep.testing.simulation.sim_world import World, address_of, stores_of
 
 _MOST_SECONDS = 900.0
+# After servers or trainers have died, and nothing else. Less than the patience of callers, which
+# would hide that they need it; leases, deadlines and a start of everything come to half of it.
+_STILL_SECONDS = 100.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,11 +126,24 @@ class _Life:
             world.scheduler.block("the job", 0.5)
             if world.scheduler.seconds > world.faults_end + _MOST_SECONDS:
                 raise SimulationError(f"the job does not end: {world.scheduler.describe()}")
+            self._check_moves()
             for rank in self._gone():
                 if rank == 0 or job.ranks > 1:
                     return self._end()
                 self._start_follower_again()
         return self._end()
+
+    def _check_moves(self) -> None:
+        """When faults have ended, nobody waits for what can never be: what is lost for good comes
+        from a version instead. Who has no versions waits as long as its patience."""
+        job, world = self._job, self._job.world
+        still, most = world.scheduler.seconds - max(job.moved_at, world.faults_end), _STILL_SECONDS
+        if not all(fault.kind in ("kill", "kill trainer") for fault in job.options.faults):
+            most += TIMING.bulk.total_seconds()  # a message that is lost is awaited for so long
+        if still > most and not job.options.goes_on:
+            raise SimulationError(
+                f"the job stands still for {still:.0f} s: {world.scheduler.describe()}"
+            )
 
     def _gone(self) -> list[int]:
         return [
