@@ -25,6 +25,7 @@ class _Queue:
         self.requests = np.zeros((_DEPTH, 8), np.int64)
         self.pointers = np.zeros(_DEPTH, np.int64)
         self.events = np.zeros((_DEPTH, 4), np.int64)
+        self.probe = np.zeros(3, np.int64)
         self.works = log_reads.HAS_AIO and log_reads.open_queue(_DEPTH, self.context) == 0
 
 
@@ -84,6 +85,6 @@ def read_files(parts: Sequence[tuple[str, int, memoryview]]) -> list[int]:
         kernel(
             queue.context, np.frombuffer(bytearray().join(paths), np.uint8),
             np.cumsum(lengths) - lengths, np.array(firsts), starts_R, np.array(memory), nbytes_R,
-            queue.requests, queue.pointers, queue.events, found_R,
+            queue.requests, queue.pointers, queue.events, queue.probe, found_R,
         )  # fmt: skip
     return found_R.tolist()

@@ -214,6 +214,23 @@ def test_more_reads_than_a_queue_holds_from_more_files_than_are_open_at_once(
     assert bytes(area) == b"".join(expected)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system lists no open files")
+def test_reads_of_cached_blocks_leave_nothing_open_and_close_nothing_else(tmp_path: Path) -> None:
+    """A byte is read to see whether a block is cached. Where that byte goes must still be there:
+    it went to memory that had become the list of open files."""
+    store = LocalStore(tmp_path)
+    for first in range(256):
+        store.put(f"object-{first}", bytes([first]) * BLOCK_NBYTES)
+    area = recycled(BLOCK_NBYTES)
+    read_parts(store, [Part("object-0", 0, area)])
+    before = sorted(os.listdir("/proc/self/fd"))
+    for first in range(256):
+        assert (tmp_path / f"object-{first}").read_bytes()  # to the cache
+        assert read_parts(store, [Part(f"object-{first}", 0, area)]) == [BLOCK_NBYTES]
+        assert area == bytes([first]) * BLOCK_NBYTES
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_read_of_parts_that_fails_says_why(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = LocalStore(tmp_path, disk=disk)
