@@ -181,7 +181,8 @@ class Part(NamedTuple):
 class ReadsParts(Protocol):
     """A store in which parts of objects are read sooner together than one after the other.
 
-    It may have `reads_together`: whether one call has as many reads under way as pay off."""
+    It may have `reads_together`: whether one call has as many reads under way as pay off, where
+    places and memory are whole blocks of 4096 bytes."""
 
     def read_parts(self, parts: Sequence[Part]) -> list[int]:
         """`ReadsInto.read_into` of each."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from emberkeep.blobs import BlobStore, Buffer, LocalStore, MemoryStore, Reading, read_into
+from emberkeep.blobs import BlobStore, Buffer, LocalStore, MemoryStore, Part, Reading, read_into
+from emberkeep.blobs.direct_file import is_aligned
 from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import ConfigError
-from emberkeep.repository.grid import version_rows
+from emberkeep.repository.grid import bundle_reader, version_rows
 from emberkeep.repository.policies import Grid, Layout
+from emberkeep.tables import Table
 from tests.contracts.engine import state
 from tests.contracts.layout import opened, started, train
 
@@ -132,6 +134,45 @@ def test_the_shortest_batch_comes_first_and_the_others_in_their_order(
     ]
     batches = version_rows._batches(runs)
     assert [run.length for [run] in batches] == [10_000, 50_000, 30_000, 20_000]
+
+
+class Together(Watched):
+    """Reads whole blocks of any number of parts at once."""
+
+    reads_together = True
+
+    def __init__(self, inner: BlobStore) -> None:
+        super().__init__(inner)
+        self.calls_of_blocks = self.calls_of_others = 0
+
+    def read_parts(self, parts: Sequence[Part]) -> list[int]:
+        whole = [is_aligned(part.start, part.into) for part in parts]
+        self.calls_of_blocks += any(whole)
+        self.calls_of_others += not all(whole)
+        return [self.read_into(*part) for part in parts]
+
+
+def test_what_does_not_begin_where_rows_can_be_used_is_read_by_many_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bodies of some widths end at any byte: those after them are not read as whole blocks, and
+    a store that reads blocks together reads these one after the other."""
+    monkeypatch.setattr(bundle_reader, "_DISK_GAP_NBYTES", -1)
+    tables = [Table("fixed", rows=900, dim=5), Table("dynamic", rows=None, capacity=700, dim=7)]
+    cluster = opened(tables)
+    spec = VersionSpec(layout="grid", bits=3, grid=Grid(resets=False))
+    keeper, random = started(cluster, LocalStore(tmp_path), spec=spec), np.random.default_rng(0)
+    for step in range(1, 13):
+        train(cluster, random)
+        keeper.save(step)
+        keeper.wait()
+    keeper.close()
+    store, fresh, plain = Together(LocalStore(tmp_path)), opened(tables), opened(tables)
+    started(fresh, store).restore()
+    started(plain, WrapperStore(LocalStore(tmp_path))).restore()
+    assert state(fresh) == state(plain)
+    assert store.calls_of_blocks == 2  # heads, and what bodies there are at such places
+    assert store.calls_of_others > 4
 
 
 def test_a_store_says_how_many_reads_pay_and_settings_may_choose_others() -> None:

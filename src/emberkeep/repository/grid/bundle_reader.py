@@ -82,12 +82,14 @@ def runs(
     return found
 
 
-def calls_at_once(repository: Repository, nbytes: Sequence[int]) -> list[tuple[int, int]]:
+def calls_at_once(
+    repository: Repository, nbytes: Sequence[int], *, blocks: bool
+) -> list[tuple[int, int]]:
     """What one thread reads, first and end, of reads of so many bytes: each by itself where it
-    waits for a network, all of a store that reads them together. To have a thread begin takes
-    longer than a short read from a disk: there some are made one after the other if there are more
-    than pay off at once."""
-    if getattr(repository.store, "reads_together", False):
+    waits for a network, all of a store that reads them together, which it does with whole `blocks`.
+    To have a thread begin takes longer than a short read from a disk: there some are made one after
+    the other if there are more than pay off at once."""
+    if blocks and getattr(repository.store, "reads_together", False):
         return [(0, len(nbytes))] if nbytes else []
     sizes = [each + _READ_COST_NBYTES for each in nbytes]
     most = min(_TOGETHER_NBYTES, sum(sizes) // repository.reading.depth)

@@ -301,21 +301,25 @@ def _start(
     area = recycled(max(_nbytes(batch), least_nbytes, 1))
     step = repository.reading.part_nbytes
     begins: list[int] = []
-    parts: list[tuple[Part, int]] = []
+    blocks: list[tuple[Part, int]] = []
+    others: list[tuple[Part, int]] = []
     begin = 0
     for run in batch:
         # Without a lead nothing but the run itself is read: blocks would begin elsewhere.
-        end = run.room if run.lead or not run.start % BLOCK_NBYTES else run.length
+        whole = bool(run.lead) or not run.start % BLOCK_NBYTES
+        parts, end = (blocks, run.room) if whole else (others, run.length)
         for at in range(0, end, step):
             into = area[begin + at : begin + min(at + step, end)]
             least = min(len(into), run.lead + run.length - at)
             parts.append((Part(run.name, run.start - run.lead + at, into), least))
         begins.append(begin + run.lead)
         begin += run.room
-    sizes = [len(part.into) for part, _ in parts]
     reads = [
         readers.submit(read_each, repository, parts[first:last])
-        for first, last in calls_at_once(repository, sizes)
+        for parts in (blocks, others)
+        for first, last in calls_at_once(
+            repository, [len(part.into) for part, _ in parts], blocks=parts is blocks
+        )
     ]
     return _Batch(batch, begins, area[:begin], reads)
 
