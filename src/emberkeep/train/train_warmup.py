@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from emberkeep._types import RowIds
-from emberkeep.blobs import MemoryStore
+from emberkeep.blobs import BlobStore, LocalStore, MemoryStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.data import Synthetic
@@ -47,8 +47,10 @@ def _parts() -> Iterator[Callable[[], object]]:
         yield partial(_rank, Priority(kind=kind, fraction=0.5, period=1))
     yield lambda: Synthetic(samples=16, rows_total=200).batch(0, 16)
     yield _tier
-    yield partial(_save, VersionSpec(layout="grid"))
-    yield partial(_save, VersionSpec(layout="one_shot", bits=8, quantize_optimizer=True))
+    yield _save_files
+    yield partial(
+        _save, VersionSpec(layout="one_shot", bits=8, quantize_optimizer=True), MemoryStore()
+    )
     yield from work_parts()
 
 
@@ -69,11 +71,17 @@ def _train(optimizer: Optimizer) -> None:
     rows.optimizer.step()
 
 
-def _save(spec: VersionSpec) -> None:
+def _save_files() -> None:
+    """A grid in files, which are read otherwise than objects."""
+    with tempfile.TemporaryDirectory() as directory:
+        _save(VersionSpec(layout="grid"), LocalStore(directory))
+
+
+def _save(spec: VersionSpec, store: BlobStore) -> None:
     """A few versions, brought back from where they were saved."""
     tables = [Table("fixed", rows=64, dim=8), Table("dynamic", capacity=64, dim=8)]
     cluster = local(shards=2, threads=1).open(tables, Adagrad(lr=0.1), seed=0)
-    repository = Repository.create(MemoryStore(), schema=cluster.schema())
+    repository = Repository.create(store, schema=cluster.schema())
     settings = SaveSettings(retention=KeepAll(), grace=timedelta(0), threads=1, nice=0)
     keeper = Checkpointer(repository, cluster, spec=spec, settings=settings)
     random = np.random.default_rng(0)
