@@ -165,7 +165,9 @@ class SaveSettings:
     `read_depth` is how many reads of a version are under way at once when one is brought back (16
     unless the store says otherwise, 64 for object stores), and `read_nbytes` how many bytes they
     and what was not used yet take together (8 MiB for each read, 256 MiB at most). Servers that
-    read versions themselves use what suits the store.
+    read versions themselves use what suits the store. From a local disk a thread reads whole
+    batches of a grid, up to 128 parts of them at once: there `read_depth` says how many such
+    threads there may be, and how long a part is.
 
     A background save that fails is warned of, and its rows are in the next one; after
     `max_failures` in a row the next call raises.
