@@ -11,6 +11,9 @@ from itertools import groupby
 from typing import Any
 
 _DEPTH = 256
+# Each part may be of another file, and a process may have a thousand open: so many at once in one
+# call, and in all together.
+_OPEN_IN_CALL, _OPEN = 128, 256
 
 
 class _Queue:
@@ -32,6 +35,7 @@ class _Queue:
 # The system takes its time to make one and longer to end one. A forked child has none of these.
 _idle: dict[int, list[_Queue]] = {}
 _lock = threading.Lock()
+_calls: dict[int, int] = {}
 
 
 def _renew_lock() -> None:
@@ -52,8 +56,9 @@ def _queue() -> Iterator[_Queue]:
     try:
         yield queue
     finally:
-        with _lock:
-            idle.append(queue)
+        if queue.works:  # else another is tried: the system may have had none left
+            with _lock:
+                idle.append(queue)
 
 
 @cache
@@ -63,10 +68,23 @@ def has_queue() -> bool:
         return bool(queue.works)
 
 
+@contextmanager
+def open_at_once() -> Iterator[int]:
+    """For a call: how many files it may have open."""
+    process = os.getpid()
+    with _lock:
+        _calls[process] = under_way = _calls.get(process, 0) + 1
+    try:
+        yield min(_OPEN_IN_CALL, -(-_OPEN // under_way))
+    finally:
+        with _lock:
+            _calls[process] -= 1
+
+
 def read_files(parts: Sequence[tuple[str, int, memoryview]]) -> list[int]:
     """Fills whole blocks of memory with those of files, past the page cache unless they are in it:
     each part is a path, a place and the memory. How many bytes there were of each, below 0 where it
-    could not be read so. Parts of one file stand together."""
+    could not be read so: -22 (EINVAL) by this file system. Parts of one file stand together."""
     import numpy as np
 
     from emberkeep.kernels import block_reads

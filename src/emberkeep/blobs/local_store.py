@@ -30,7 +30,7 @@ from emberkeep.blobs.direct_file import (
     read_aligned,
     read_long,
 )
-from emberkeep.blobs.file_reads import has_queue
+from emberkeep.blobs.file_reads import has_queue, open_at_once
 from emberkeep.blobs.store import (
     SEGMENT,
     BlobInfo,
@@ -53,8 +53,6 @@ _RESERVE = ".reserve"
 _RESERVE_NBYTES = 4 * 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LONG_NBYTES = 2**20
-# Each may be of another file: a process may have a thousand open.
-_OPEN_AT_ONCE = 128
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _NO_SUCH_RENAME = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _REMEDIES = {
@@ -97,6 +95,7 @@ class LocalStore:
         self._staging = os.path.join(self._root, _STAGING)
         self._reserve = os.path.join(self._root, _RESERVE)
         self._spending = 0
+        self._reads_blocks = True
         self._disk = disk or Disk()
         self._clock = clock
         self._durable_directories: set[str] = set()
@@ -202,8 +201,9 @@ class LocalStore:
 
     @property
     def reads_together(self) -> bool:
-        """Whether one call of `read_parts` has as many reads under way as pay off."""
-        return has_queue()
+        """Whether one call of `read_parts` has as many reads under way as pay off: not where the
+        file system has refused to read past the page cache."""
+        return self._reads_blocks and has_queue()
 
     def read_parts(self, parts: Sequence[Part]) -> list[int]:
         """`read_into` of parts of files, those of whole blocks at once."""
@@ -211,14 +211,19 @@ class LocalStore:
             check_range(part.name, part.start, len(part.into))
         found = [-1] * len(parts)
         whole = [at for at, part in enumerate(parts) if is_aligned(part.start, part.into)]
-        for first in range(0, len(whole) if has_queue() else 0, _OPEN_AT_ONCE):
-            some = whole[first : first + _OPEN_AT_ONCE]
-            reads = [(self._path(parts[at].name), *parts[at][1:]) for at in some]
-            counts = self._call(parts[some[0]].name, self._disk.read_files, reads)
+        first = 0
+        while first < len(whole) and self.reads_together:
+            with open_at_once() as most:
+                some = whole[first : first + most]
+                reads = [(self._path(parts[at].name), *parts[at][1:]) for at in some]
+                counts = self._call(parts[some[0]].name, self._disk.read_files, reads)
             for at, count in zip(some, counts, strict=True):
                 # One that ends within a block has met the end of the file.
                 if count == len(parts[at].into) or (count > 0 and count % BLOCK_NBYTES):
                     found[at] = count
+                elif count == -errno.EINVAL:
+                    self._reads_blocks = False
+            first += len(some)
         others = [at for at, count in enumerate(found) if count < 0]
         for name, of_file in groupby(others, key=lambda at: parts[at].name):
             with self._open(name) as handle:

@@ -6,6 +6,7 @@ A thread for each read takes ten times as much of the processor, most of it to t
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 
@@ -23,6 +24,7 @@ _OPEN, _CLOSE, _FCNTL, _ADVISE, _READ, _READ_NOW = _CALLS.get(platform.machine()
 _AT_CWD, _SET_FLAGS, _RANDOM, _NOWAIT = -100, 4, 1, 8
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_REFUSED = -errno.EINVAL
 
 
 @inline
@@ -65,7 +67,7 @@ def read_files(
     nbytes_R: I64, requests: I64, pointers: I64, events: I64, probe: I64, found_R: I64,
 ) -> None:  # fmt: skip
     """Reads parts of files; `found_R` has how many bytes there were of each, -1 or less where it
-    could not be read so.
+    could not be read so: -22 (EINVAL) where the file system has no such reads.
 
     Path f begins at `begins_F[f]` and ends with a zero; reads `firsts_F[f]:firsts_F[f + 1]` are of
     its file. What is in the page cache is taken from there. `probe` is room for three numbers: what
@@ -91,10 +93,14 @@ def read_files(
                 found_R[r] = _syscall(_READ, handle, addresses_R[r], nbytes_R[r], starts_R[r], 0, 0)
             else:
                 uncached += 1
-        if not uncached or _syscall(_FCNTL, handle, _SET_FLAGS, _DIRECT, 0, 0, 0) < 0:
+        if not uncached:
             continue
+        refused = _syscall(_FCNTL, handle, _SET_FLAGS, _DIRECT, 0, 0, 0) < 0
         for r in range(firsts_F[f], firsts_F[f + 1]):
             if found_R[r] >= 0:
+                continue
+            if refused:
+                found_R[r] = _REFUSED
                 continue
             requests[queued, :] = 0
             requests[queued, 0] = r

@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from emberkeep.blobs import Part, direct_file, local_store, read_parts
+from emberkeep.blobs import Part, direct_file, file_reads, local_store, read_parts
 from emberkeep.blobs.file_reads import has_queue
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.blobs.system_disk import BLOCK_NBYTES, Disk
 from emberkeep.errors import FullError, MissingObjectError, StorageError
+from emberkeep.kernels import block_reads, log_reads
 from emberkeep.runtime.memory import recycled
 from emberkeep.testing.disk import FaultyDisk
 
@@ -196,7 +200,8 @@ def test_parts_of_files_are_read_as_each_by_itself(
 def test_more_reads_than_a_queue_holds_from_more_files_than_are_open_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_store, "_OPEN_AT_ONCE", 300)
+    monkeypatch.setattr(file_reads, "_OPEN_IN_CALL", 300)
+    monkeypatch.setattr(file_reads, "_OPEN", 300)
     store, blocks = LocalStore(tmp_path), 400
     area = recycled(2 * blocks * BLOCK_NBYTES)
     parts, expected = [], []
@@ -229,6 +234,76 @@ def test_reads_of_cached_blocks_leave_nothing_open_and_close_nothing_else(tmp_pa
         assert read_parts(store, [Part(f"object-{first}", 0, area)]) == [BLOCK_NBYTES]
         assert area == bytes([first]) * BLOCK_NBYTES
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def put_blocks(store: LocalStore, count: int) -> list[Part]:
+    """A part for each of so many files of one block."""
+    area = recycled(count * BLOCK_NBYTES)
+    for n in range(count):
+        store.put(f"f{n}", bytes([n % 251]) * BLOCK_NBYTES)
+    return [Part(f"f{n}", 0, area[n * BLOCK_NBYTES : (n + 1) * BLOCK_NBYTES]) for n in range(count)]
+
+
+@pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
+def test_a_file_system_without_direct_reads_is_not_read_by_one_thread_alone(
+    tmp_path: Path,
+) -> None:
+    class Refused(Disk):
+        def read_files(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int]:
+            # Nothing in /proc can be read past the page cache: the system itself says so.
+            return file_reads.read_files([("/proc/self/maps", 0, into) for *_, into in parts])
+
+    store, other = LocalStore(tmp_path, disk=Refused()), LocalStore(tmp_path)
+    parts = put_blocks(store, 3)
+    for each in (store, other):
+        assert each.reads_together
+        assert each.read_parts(parts) == [BLOCK_NBYTES] * 3
+        assert [bytes(part.into[:1]) for part in parts] == [b"\0", b"\1", b"\2"]
+    assert not store.reads_together
+    assert other.reads_together
+
+
+@pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
+def test_files_that_calls_have_open_together_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have a thousand open, and others of its threads need some."""
+    calls, files = 24, 130
+    lengths: list[int] = []
+    waiting, changed = 0, threading.Condition()
+
+    def read(*arguments: object) -> None:
+        nonlocal waiting
+        with changed:
+            if waiting < calls:  # the first read of each call: all of them are under way at once
+                waiting += 1
+                lengths.append(np.asarray(arguments[2]).size)
+                changed.notify_all()
+                assert changed.wait_for(lambda: waiting == calls, timeout=30)
+
+    store = LocalStore(tmp_path)
+    parts = put_blocks(store, files)
+    monkeypatch.setattr(block_reads, "read_files", read)
+    with ThreadPoolExecutor(calls) as pool:
+        for found in [pool.submit(store.read_parts, parts) for _ in range(calls)]:
+            assert found.result() == [BLOCK_NBYTES] * files
+    assert max(lengths) == 128
+    assert sum(lengths) < 1000
+
+
+@pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
+def test_a_queue_that_could_not_be_made_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    parts = put_blocks(store, 2)
+    monkeypatch.setattr(file_reads, "_idle", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(log_reads, "open_queue", lambda *_: -1)
+        assert store.read_parts(parts) == [BLOCK_NBYTES] * 2
+    assert store.read_parts(parts) == [BLOCK_NBYTES] * 2
+    [[queue]] = file_reads._idle.values()
+    assert queue.works
 
 
 def test_a_read_of_parts_that_fails_says_why(tmp_path: Path) -> None:
