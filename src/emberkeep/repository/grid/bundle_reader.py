@@ -83,7 +83,7 @@ def runs(
 
 
 def calls_at_once(
-    repository: Repository, nbytes: Sequence[int], *, blocks: bool
+    repository: Repository, nbytes: Sequence[int], *, blocks: bool = False
 ) -> list[tuple[int, int]]:
     """What one thread reads, first and end, of reads of so many bytes: each by itself where it
     waits for a network, all of a store that reads them together, which it does with whole `blocks`.
