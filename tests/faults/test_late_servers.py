@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from emberkeep.cluster.remote.timing import Timing
-from emberkeep.testing.simulation import sim_job, sim_world
+from emberkeep.testing.simulation import sim_job, sim_world, simulated_run
 from emberkeep.testing.simulation.scenarios import scenario_of
 from emberkeep.testing.simulation.sim_options import Fault, Workers
 from emberkeep.testing.simulation.sim_world import World
@@ -30,6 +30,7 @@ def test_a_run_goes_on_with_a_server_that_is_started_six_minutes_later(
     monkeypatch.setattr(World, "_restart_later", start_late)
     monkeypatch.setattr(sim_job, "TIMING", Timing())
     monkeypatch.setattr(sim_world, "PATIENCE", Timing().patience)
+    monkeypatch.setattr(simulated_run, "_STILL_SECONDS", SIX_MINUTES + 60)
     scenario = replace(
         scenario_of("ahead", 3), recovers="partial", workers=workers, launches="fixed",
         faults=(Fault(at=5.0, kind="kill", target=1),),

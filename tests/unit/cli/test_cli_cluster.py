@@ -40,7 +40,7 @@ class Played:
         launcher = ray_cluster.RayLauncher
         monkeypatch.setattr(launcher, "address", lambda *_: "127.0.0.1:1")
         monkeypatch.setattr(launcher, "attached", lambda _: self.attached)
-        monkeypatch.setattr(launcher, "_ask", lambda _, what, shard, seconds: f"node {shard // 2}")
+        monkeypatch.setattr(launcher, "_ask", lambda _, what, shard: f"node {shard // 2}")
 
     def _start(self, shards: int, *, parity: Parity | None, **more: Any) -> list[Any]:
         self.done.append("start")

@@ -118,7 +118,7 @@ class Options:
     """Whether the trainer uses the cluster alone, without versions, and goes on with its next step
     after a push that failed."""
     renewed: bool = False
-    """Whether such a trainer has begun all shards anew before its first step: rows that came in a
+    """Whether such a trainer renews all shards before its first step: rows that came in a
     later epoch than the first."""
     wide_rows: int = 10
     batch: int = 6
