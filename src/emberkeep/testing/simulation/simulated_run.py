@@ -138,8 +138,10 @@ class _Life:
         from a version instead. Who has no versions waits as long as its patience."""
         job, world = self._job, self._job.world
         still, most = world.scheduler.seconds - max(job.moved_at, world.faults_end), _STILL_SECONDS
-        if not all(fault.kind in ("kill", "kill trainer") for fault in job.options.faults):
-            most += TIMING.bulk.total_seconds()  # a message that is lost is awaited for so long
+        kills = all(fault.kind in ("kill", "kill trainer") for fault in job.options.faults)
+        if not (kills and job.options.scenario):
+            # A message that is lost, with its server or without, is awaited for so long.
+            most += TIMING.bulk.total_seconds()
         if still > most and not job.options.goes_on:
             raise SimulationError(
                 f"the job stands still for {still:.0f} s: {world.scheduler.describe()}"
