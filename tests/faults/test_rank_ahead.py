@@ -14,10 +14,10 @@ from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.errors import ServerError, ShardLostError
+from emberkeep.errors import ServerError, ShardLostError, WithdrawnError
 from emberkeep.repository import Repository
 from emberkeep.tables import Table
-from emberkeep.wire.protocol import APPLY, PUSH
+from emberkeep.wire.protocol import APPLY, CHECK, PUSH
 from tests.contracts.engine import wanted_of
 from tests.faults.test_servers_return import DYNAMIC, TABLES, World
 
@@ -119,3 +119,62 @@ def test_a_rank_that_is_ahead_of_a_recovery(tables: list[Table], behind: int) ->
     ranks.saver.close()
     ranks.clusters[1].close()
     cluster.close()
+
+
+@pytest.mark.parametrize("sends_again", [False, True])
+def test_a_step_that_one_rank_has_given_up_is_applied_by_none(
+    sends_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shards have checked it. The other rank hears of it at once, whether it was told so or has
+    to ask again."""
+    ranks = Ranks(DYNAMIC)
+    ranks.train(SAVED)
+    given_up = threading.Event()
+    first, second = ranks.clusters
+    requests = first._requests
+
+    def stops(kind: int, *args: Any, **kwargs: Any) -> list[U8]:
+        if kind == APPLY:
+            raise KeyboardInterrupt
+        return requests(kind, *args, **kwargs)
+
+    monkeypatch.setattr(first, "_requests", stops)
+    held_up = CHECK if sends_again else APPLY
+    # One rank's requests come one after the other: all servers but the last have its check by then.
+    for name in ranks.world.names[-1 if sends_again else 0 :]:
+        service = ranks.world.network.servers[name]
+        answer = service.answer
+
+        def waits(blob: U8, session: Any, answer: Any = answer) -> U8:
+            if int(blob[_RANK_AT]) != 1 or int(blob[_KIND_AT]) != held_up or given_up.is_set():
+                return answer(blob, session)  # type: ignore[no-any-return]
+            if held_up == CHECK:
+                answer(blob, session)
+            assert given_up.wait(60)
+            if held_up == CHECK:
+                raise ServerError("the answer is lost")
+            return answer(blob, session)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(service, "answer", waits)
+    wanted = wanted_of(first, {ranks.name: IDS})
+    grads = [np.ones((len(IDS), 3), np.float32)]
+    raised: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            second.push(wanted, grads, lr=0.1)
+        except BaseException as error:
+            raised.append(error)
+
+    other = threading.Thread(target=push)
+    other.start()
+    began = ranks.world.clock.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        first.push(wanted, grads, lr=0.1)
+    given_up.set()
+    other.join(100)
+    assert [type(error) for error in raised] == [WithdrawnError], raised
+    assert ranks.world.clock.monotonic() - began < 60  # it did not wait out its patience
+    assert {h.table_state()[ranks.name]["steps"] for h in first.handles} == {SAVED}
+    ranks.saver.close()
+    second.close()

@@ -46,6 +46,7 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
     TableFullError,
+    WithdrawnError,
 )
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
@@ -390,6 +391,8 @@ class FlightCluster(RemoteCluster):
         while True:
             try:
                 return send()
+            except WithdrawnError:
+                raise
             except RankError:
                 if self._clock.monotonic() > until:
                     raise
@@ -588,8 +591,8 @@ class FlightCluster(RemoteCluster):
             self._settle()
         if lost:
             raise ShardLostError(lost)
-        if errors:
-            raise errors[0]
+        if errors:  # what a shard refuses comes before what another one waits for
+            raise next((error for error in errors if not isinstance(error, RankError)), errors[0])
         return [blob for blob in replies if blob is not None]
 
     def _settle(self) -> None:
