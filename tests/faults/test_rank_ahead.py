@@ -125,7 +125,7 @@ def test_a_rank_that_is_ahead_of_a_recovery(tables: list[Table], behind: int) ->
 def test_a_step_that_one_rank_has_given_up_is_applied_by_none(
     sends_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All shards have checked it. The other rank hears of it at once, whether it was told so or has
+    """All shards have checked it. The other rank hears of it at once, whether it knows that or has
     to ask again."""
     ranks = Ranks(DYNAMIC)
     ranks.train(SAVED)

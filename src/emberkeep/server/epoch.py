@@ -23,15 +23,15 @@ from emberkeep.errors import (
     ServerError,
     WithdrawnError,
 )
-from emberkeep.kernels import batch_rows, hash_index
+from emberkeep.kernels import batch_rows
 from emberkeep.repository import VersionId
-from emberkeep.rows.lookup import unique_ids
 from emberkeep.rows.snapshot import Cut, FrozenRows
 from emberkeep.runtime.clock import SYSTEM_CLOCK, Clock
 from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.kept_rows import CursorVersions, KeptRows
 from emberkeep.server.lost_shard import GoneShard, or_lost
+from emberkeep.server.owned_ids import OwnedIds, check_unique
 from emberkeep.server.parity_service import ParityService
 from emberkeep.server.pushes import Ledger, Meeting, RowGradients, join
 from emberkeep.wire.protocol import (
@@ -113,8 +113,7 @@ class Epoch:
         )
         self.meeting_seconds = meeting_seconds
         self.pool = pool
-        self._dynamic_G = [np.array([shard.tables[t].dynamic for t in g]) for g in shard.groups]
-        self._dynamic = {table.name: np.array([table.dynamic]) for table in shard.tables}
+        self.owned_ids = OwnedIds(shard, shards)
         self._ledger = Ledger()
         self._meeting: Meeting[RowGradients] | None = None
         self._held: dict[int, Checked] = {}
@@ -300,7 +299,7 @@ class Epoch:
 
     def pull(self, request: Request, session: Session) -> U8:
         self.check_serving(request.epoch)
-        self._check_owned(request.wanted)
+        self.owned_ids.check_wanted(request.wanted)
         blob, out = rows_reply(
             self.number, [ids.ids.size for ids in request.wanted], self.shape.dims_G
         )
@@ -322,8 +321,8 @@ class Epoch:
         if prefetched is not None and prefetched.writes != self._writes:
             prefetched = None  # the client pulls them again
         if request.kind != APPLY:
-            self._check_owned(request.wanted)
-            self._check_unique(request.wanted)
+            self.owned_ids.check_wanted(request.wanted)
+            check_unique(request.wanted, self.pool)
         with self._push_lock:
             applied = self._ledger.applied(request.incarnation, request.number)
         if applied:
@@ -451,7 +450,7 @@ class Epoch:
 
     def _check_wanted(self, request: Request) -> None:
         """Refuses a step of several ranks that one of them has withdrawn and none has applied here:
-        no rank may apply it, also if it was told before that all had checked it."""
+        no rank may apply it, also if it had heard before that all had checked it."""
         number = request.number
         if request.world > 1 and self._applied_together < number == self._withdrawn_together:
             raise WithdrawnError(
@@ -539,43 +538,6 @@ class Epoch:
         return self._applied_together if world > 1 else self._ledger.last(incarnation)
 
     # -- details ---------------------------------------------------------------------------------
-
-    def own(self, table: str, ids: I64) -> I64:
-        """The positions of the ids that this shard owns."""
-        dynamic = self._dynamic.get(table)
-        if dynamic is None:
-            raise ProtocolError(f"there is no table {table!r}"[:200])
-        counts_ST = np.zeros((self.shards, 1), np.int64)
-        order = np.empty(ids.size, np.int64)
-        hash_index.route(ids, np.array([0, ids.size]), dynamic, self.shards, counts_ST, order)
-        ends = np.cumsum(counts_ST[:, 0])
-        return order[
-            ends[self.shard.index] - counts_ST[self.shard.index, 0] : ends[self.shard.index]
-        ]
-
-    def check_rows(self, table: str, ids: I64) -> None:
-        """Refuses rows that are not this shard's."""
-        if self.own(table, ids).size != ids.size:
-            raise self._not_owned()
-
-    def _not_owned(self) -> ProtocolError:
-        return ProtocolError(
-            f"ids of other shards were sent to shard {self.shard.index} of {self.shards}"
-        )
-
-    def _check_owned(self, wanted: Sequence[RowIds]) -> None:
-        """An id of another shard would be taken for a row of this one."""
-        for ids, dynamic_T in zip(wanted, self._dynamic_G, strict=True):
-            counts_ST = np.zeros((self.shards, dynamic_T.size), np.int64)
-            order = np.empty(ids.ids.size, np.int64)
-            hash_index.route(ids.ids, ids.offsets, dynamic_T, self.shards, counts_ST, order)
-            if counts_ST[self.shard.index].sum() != ids.ids.size:
-                raise self._not_owned()
-
-    def _check_unique(self, wanted: Sequence[RowIds]) -> None:
-        for ids in wanted:
-            if unique_ids(ids.ids, ids.offsets, self.pool)[0].ids.size != ids.ids.size:
-                raise ProtocolError("a push names every row once")
 
     def _changed_by(self, prefetched: Prefetched, pushed: Sequence[RowIds]) -> list[Changed]:
         """The prefetched rows that a push has changed: updated, evicted, or given a place. None

@@ -596,5 +596,5 @@ class ShardService:
         epoch = self._checked(header)
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise ProtocolError("ids are one column of int64")
-        epoch.check_rows(header["table"], ids)
+        epoch.owned_ids.check(header["table"], ids)
         return epoch.shard

@@ -36,7 +36,7 @@ def load_rows(
 
     def own_rows(table: str, ids: I64) -> I64:
         advance()
-        return epoch.own(table, ids)
+        return epoch.owned_ids.of(table, ids)
 
     def whose(earlier: Manifest) -> bool:
         return saved_by(earlier, names.values(), epoch.shards)

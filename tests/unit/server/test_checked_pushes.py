@@ -129,7 +129,7 @@ def checked(epoch: Epoch, session: Session, number: int, incarnation: int = 7) -
 
 def owned_by(epoch: Epoch, count: int) -> list[int]:
     ids = np.arange(200)
-    return ids[epoch.own("roomy", ids)][:count].tolist()
+    return ids[epoch.owned_ids.of("roomy", ids)][:count].tolist()
 
 
 def apply(epoch: Epoch, session: Session, number: int) -> None:
