@@ -185,11 +185,6 @@ class RankError(EmberkeepError):
     exit_code = 45
 
 
-class WithdrawnError(RankError):
-    """Another rank of a synchronous job has given up a step that this one is about to take; all
-    ranks start again."""
-
-
 class SecurityError(EmberkeepError):
     """A connection that would not be safe, or is not allowed; nothing was opened."""
 

@@ -14,7 +14,7 @@ from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import Checkpointer
 from emberkeep.checkpoint.recovery import Home, recover_partially
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
-from emberkeep.errors import ServerError, ShardLostError, WithdrawnError
+from emberkeep.errors import ServerError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.tables import Table
 from emberkeep.wire.protocol import APPLY, CHECK, PUSH
@@ -122,11 +122,11 @@ def test_a_rank_that_is_ahead_of_a_recovery(tables: list[Table], behind: int) ->
 
 
 @pytest.mark.parametrize("sends_again", [False, True])
-def test_a_step_that_one_rank_has_given_up_is_applied_by_none(
+def test_a_step_that_all_shards_have_checked_is_applied_by_all_although_one_rank_has_given_it_up(
     sends_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All shards have checked it. The other rank hears of it at once, whether it knows that or has
-    to ask again."""
+    """The other rank may have begun to apply it: some shards would be without it. That is so
+    whether it knows that all have checked the step or has to ask again."""
     ranks = Ranks(DYNAMIC)
     ranks.train(SAVED)
     given_up = threading.Event()
@@ -168,13 +168,11 @@ def test_a_step_that_one_rank_has_given_up_is_applied_by_none(
 
     other = threading.Thread(target=push)
     other.start()
-    began = ranks.world.clock.monotonic()
     with pytest.raises(KeyboardInterrupt):
         first.push(wanted, grads, lr=0.1)
     given_up.set()
     other.join(100)
-    assert [type(error) for error in raised] == [WithdrawnError], raised
-    assert ranks.world.clock.monotonic() - began < 60  # it did not wait out its patience
-    assert {h.table_state()[ranks.name]["steps"] for h in first.handles} == {SAVED}
+    assert raised == []
+    assert {h.table_state()[ranks.name]["steps"] for h in first.handles} == {SAVED + 1}
     ranks.saver.close()
     second.close()

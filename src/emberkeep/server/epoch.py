@@ -15,14 +15,7 @@ from emberkeep._types import F32, I64, U8, U64, Array, Json, RowIds
 from emberkeep.blobs import BlobStore, open_store
 from emberkeep.cluster.shard import Shard
 from emberkeep.cluster.table_states import Edit
-from emberkeep.errors import (
-    EmberkeepError,
-    EpochError,
-    ProtocolError,
-    SecurityError,
-    ServerError,
-    WithdrawnError,
-)
+from emberkeep.errors import EmberkeepError, EpochError, ProtocolError, SecurityError, ServerError
 from emberkeep.kernels import batch_rows
 from emberkeep.repository import VersionId
 from emberkeep.rows.snapshot import Cut, FrozenRows
@@ -117,7 +110,7 @@ class Epoch:
         self._ledger = Ledger()
         self._meeting: Meeting[RowGradients] | None = None
         self._held: dict[int, Checked] = {}
-        self._applied_together = self._withdrawn_together = 0
+        self._applied_together = 0
         self._push_lock = threading.Lock()
         self._scratch: list[U64] = []
         self._writes = 0
@@ -363,8 +356,6 @@ class Epoch:
                     self._ledger.note(request.incarnation, request.number)
                     return None
                 return self._one(request, part, session)
-        with self._push_lock:
-            self._check_wanted(request)
         done = self._meeting_of(request.world).bring(
             request.rank, request.number, part,
             lambda parts: self._joined(request, parts, session), self.meeting_seconds,
@@ -415,7 +406,6 @@ class Epoch:
             return part
         if request.kind == APPLY:
             held = self._held.get(key)
-            self._check_wanted(request)
             if held is None or held.number != request.number:
                 raise ProtocolError(f"push {request.number} was not checked before it is applied")
             part = held.part
@@ -448,21 +438,10 @@ class Epoch:
             if other == key or holder is session or gone:
                 del self._held[other]
 
-    def _check_wanted(self, request: Request) -> None:
-        """Refuses a step of several ranks that one of them has withdrawn and none has applied here:
-        no rank may apply it, also if it had heard before that all had checked it."""
-        number = request.number
-        if request.world > 1 and self._applied_together < number == self._withdrawn_together:
-            raise WithdrawnError(
-                f"another rank has given up step {number}: see why, and start all ranks again"
-            )
-
     def withdraw(self, incarnation: int, number: int, world: int = 1) -> bool:
         """Lets go of a push that was checked here and refused elsewhere; whether it was held."""
         key = 0 if world > 1 else incarnation
         with self._push_lock:
-            if world > 1:
-                self._withdrawn_together = number
             held = self._held.get(key)
             if held is None or held.number != number:
                 return False

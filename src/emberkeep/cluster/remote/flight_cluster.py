@@ -46,7 +46,6 @@ from emberkeep.errors import (
     ShardLostError,
     StateError,
     TableFullError,
-    WithdrawnError,
 )
 from emberkeep.runtime import pool as pools
 from emberkeep.runtime.background import end_all
@@ -356,7 +355,8 @@ class FlightCluster(RemoteCluster):
                 if sent.answered.get(shard.index) != shard.epoch
             }
             self._keep(sent)
-        elif self._refusable:
+        elif self._refusable and (self.world == 1 or isinstance(error, _REFUSALS)):
+            # Other ranks may be about to apply it, unless a shard has refused it, and so to all.
             self._withdraw(self._number + 1)
         # What has that number must not be taken for the next push.
         self._start_round()
@@ -391,8 +391,6 @@ class FlightCluster(RemoteCluster):
         while True:
             try:
                 return send()
-            except WithdrawnError:
-                raise
             except RankError:
                 if self._clock.monotonic() > until:
                     raise
@@ -591,8 +589,8 @@ class FlightCluster(RemoteCluster):
             self._settle()
         if lost:
             raise ShardLostError(lost)
-        if errors:  # what a shard refuses comes before what another one waits for
-            raise next((error for error in errors if not isinstance(error, RankError)), errors[0])
+        if errors:
+            raise errors[0]
         return [blob for blob in replies if blob is not None]
 
     def _settle(self) -> None:
