@@ -125,7 +125,7 @@ def test_a_rank_that_is_ahead_of_a_recovery(tables: list[Table], behind: int) ->
 def test_a_step_that_all_shards_have_checked_is_applied_by_all_although_one_rank_has_given_it_up(
     sends_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank may have begun to apply it: some shards would be without it. That is so
+    """The other rank may be applying it: some shards would be without it. That is so
     whether it knows that all have checked the step or has to ask again."""
     ranks = Ranks(DYNAMIC)
     ranks.train(SAVED)

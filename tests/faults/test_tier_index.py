@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,6 +156,40 @@ def _models(path: Path) -> dict[int, Any]:
     models = {cluster.tier_batch() or 0: power.everything(cluster)}
     end(cluster)
     return models
+
+
+def test_an_index_of_a_copy_that_ended_before_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have computed the same bits, as far as the copy went."""
+    path, copy = tmp_path / "run", tmp_path / "copy"
+    large(path, monkeypatch)
+    shutil.copytree(path, copy)
+
+    def go_on(where: Path, batches: Sequence[int]) -> Any:
+        cluster = reopened(where)
+        for batch in batches:
+            wanted = wanted_of(cluster, {"t": list(range(60 * batch, 60 * batch + 60))})
+            cluster.push(wanted, grads_of(cluster, {"t": np.ones((60, 30))}), lr=0.1)
+            for future in cluster.prepare_tiers(batch):
+                future.result(60)
+            cluster.commit_tiers()
+        after = state(cluster)
+        end(cluster)
+        return after
+
+    go_on(copy, [2, 3])
+    expected = go_on(path, [2, 3, 4, 5])
+    short = Idle(copy)
+    while short.index.missing or short.index.unchecked:
+        short.look()
+    end(short.cluster)
+    shutil.copy(copy / "rows-0-0.index", path / "rows-0-0.index")
+    cluster = reopened(path)
+    assert cluster.tier_batch() == 5
+    assert slabs_of(cluster)[0].log.index.unchecked  # most of it is believed
+    assert state(cluster) == expected
+    end(cluster)
 
 
 def test_a_damaged_index_does_no_harm(tmp_path: Path) -> None:
@@ -311,6 +345,18 @@ def test_an_error_of_the_index_fails_nothing(
     end(again)
 
 
+def test_an_index_that_cannot_be_written_fails_nothing_where_warnings_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullBeside, "fails", "create")
+    monkeypatch.setattr(durable_open, "DISK", FullBeside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        large(tmp_path / "t", monkeypatch)
+    assert not [*(tmp_path / "t").rglob("*.index")]
+    end(reopened(tmp_path / "t"))
+
+
 def large(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A file of many blocks a segment, with a durable batch; what it comes back with."""
     monkeypatch.setattr(durable_open, "SEGMENT_NBYTES", 64 * 4096)
@@ -360,9 +406,8 @@ def test_a_restart_reads_a_small_share_of_the_file(
 class Idle:
     """A file that was opened by its index, and upkeep that runs when the test says so."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.before = large(path, monkeypatch)
-        self.path = path
+    def __init__(self, path: Path, before: Any = None) -> None:
+        self.path, self.before = path, before
         self.open()
 
     def open(self) -> None:
@@ -398,7 +443,7 @@ class Idle:
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Idle:
-    return Idle(tmp_path / "t", monkeypatch)
+    return Idle(tmp_path / "t", large(tmp_path / "t", monkeypatch))
 
 
 def test_damage_that_opening_has_not_read_is_found_by_the_first_read(idle: Idle) -> None:
@@ -444,17 +489,18 @@ def test_nothing_is_read_for_an_index_that_is_given_up(idle: Idle) -> None:
     end(idle.cluster)
 
 
+@pytest.mark.parametrize("where", [(durable_scan, "aligned"), (log, "read_at")], ids=str)
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
 def test_a_look_that_has_no_memory_is_made_later(
-    idle: Idle, error: Exception, monkeypatch: pytest.MonkeyPatch
+    idle: Idle, error: Exception, where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = set(idle.index.unchecked)
 
-    def fail(_: int) -> Any:
+    def fail(*_: object) -> Any:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable_scan, "aligned", fail)
+        patch.setattr(*where, fail)
         idle.look()
     assert idle.index.unchecked == waiting
     assert idle.index.due > idle.slab.log.clock.monotonic() + 1
@@ -552,11 +598,14 @@ def _look(idle: Idle, _: int) -> None:
         idle.look_at_all()
 
 
+@pytest.mark.parametrize("fails", ["", "unlink"])
 @pytest.mark.parametrize("meet", [_pull, _look])
 def test_the_opening_after_a_damage_was_met_finds_it(
-    idle: Idle, meet: Callable[[Idle, int], None]
+    idle: Idle, meet: Callable[[Idle, int], None], fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a server would come back with it over and over, and no batch were durable any more."""
+    monkeypatch.setattr(FullBeside, "fails", fails)
+    monkeypatch.setattr(idle.index, "_disk", FullBeside())
     meet(idle, idle.damage())
     end(idle.cluster)
     with pytest.raises(DamageError, match="segment 0: 1 blocks that were durable are damaged"):

@@ -87,8 +87,12 @@ class Disk:
 
     def is_cached(self, handle: int, offset: int) -> bool:
         """Whether the byte there is in the page cache; yes where the system does not say."""
+        return self.says_cached(handle, offset) is not False
+
+    def says_cached(self, handle: int, offset: int) -> bool | None:
+        """Whether the byte there is in the page cache; None where the system does not say."""
         if not (hasattr(os, "RWF_NOWAIT") and hasattr(os, "preadv")):
-            return True
+            return None
         try:
             return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except BlockingIOError:
@@ -96,7 +100,7 @@ class Disk:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            return True
+            return None
 
     def status(self, path: str) -> os.stat_result | None:
         """What a path leads to; None if there is nothing."""
@@ -147,6 +151,10 @@ class Disk:
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
+
+    def empty(self, path: str) -> None:
+        """Takes everything out of a file."""
+        os.truncate(path, 0)
 
     def make_directory(self, path: str) -> None:
         os.mkdir(path)

@@ -40,6 +40,12 @@ def take_adopted(subject: Subject, run: str) -> bool:
     return False
 
 
+def has_adopted(subject: Subject) -> bool:
+    """Whether servers have kept rows that `take_adopted` is to be asked about."""
+    targets = [part.target for part in view_of(subject).parts]
+    return any(isinstance(one, RemoteCluster) and one.adopted is not None for one in targets)
+
+
 def drop_adopted(subject: Subject) -> None:
     """The run goes on from rows that it has chosen: none are adopted any more."""
     for part in view_of(subject).parts:

@@ -34,6 +34,7 @@ from emberkeep.keeper.adopted_rows import (
     check_found,
     clear_adopted,
     drop_adopted,
+    has_adopted,
     steps_ahead,
     take_adopted,
 )
@@ -119,7 +120,8 @@ class RepositorySaver(Checkpointer):
             on_event=on_event,
             history=history,
             ahead=ahead,
-            beside=beside and copies is None,
+            # Servers with kept rows hear of the run: they stay or go by its history.
+            beside=beside and copies is None and not has_adopted(subject),
         )
         self._run_said: str | None = None
         self._tell_run(repository.id)

@@ -14,6 +14,7 @@ OnEvent = Callable[[str, Json], object]
 
 # Clients come and go: the last thing that happened to the rows is more than that.
 _PASSING = ("connected", "disconnected", "refused_token", "refused")
+_MOST_REFUSED = 64
 
 
 class ServerEvents:
@@ -34,6 +35,7 @@ class ServerEvents:
         """All of them so far."""
         self.refused_tokens = 0
         self.refused_trainers = 0
+        self._refused: dict[tuple[str, str], None] = {}
         self.expired_leases = 0
 
     def __call__(self, event: str, details: Json) -> None:
@@ -64,12 +66,21 @@ class ServerEvents:
 
     @contextmanager
     def refusing(self, run: str, trainer: str) -> Iterator[None]:
-        """A trainer is refused where the body raises: its own words are on another machine."""
+        """A trainer is refused where the body raises: its own words are on another machine. That is
+        said once, though it asks again and again until another's lease is over."""
         try:
             yield
         except EmberkeepError as error:
-            self("refused", {"run": run, "trainer": trainer, "error": str(error)})
+            with self._lock:
+                known = (run, trainer) in self._refused
+                self._refused[run, trainer] = None
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            if not known:
+                self("refused", {"run": run, "trainer": trainer, "error": str(error)})
             raise
+        with self._lock:
+            self._refused.pop((run, trainer), None)
 
     def refuse_token(self, method: str) -> None:
         """A call without the token, or with a wrong one, was refused."""

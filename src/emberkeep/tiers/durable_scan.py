@@ -5,11 +5,12 @@ start, by one life, and its block i has the sequence number of its first block p
 again only after a durable head named it free, so of a segment that the *newest* head does not name
 free no block of a later use can be there: the first block of the use that the head speaks of was
 synced before it, as was every block up to where its life ended. An entry is written once all blocks
-of its use are in the file, and holds if first and last block are there to the checksum: so it is of
-this use, whatever became of extents that were written out of order, and of nobody else's copy of
-the file. Blocks beyond the end of their life do not count, be they whole or not. What remains is
-damage of blocks between the two; those are checked when a row of them is read, when the cleaner
-moves them, and by upkeep, which looks through all segments that opening has not read.
+of its use are in the file, and holds if it goes as far as that life did, and first and last block
+are there to the checksum: so it is of this use, whatever became of extents that were written out of
+order, and of no copy of the file that went on otherwise or ended before. Blocks beyond the end of
+their life do not count, be they whole or not. What remains is damage of blocks between the two;
+those are checked when a row of them is read, when the cleaner moves them, and by upkeep, which
+looks through all segments that opening has not read.
 
 Segments that the head names free are not looked at: a use has a generation above that of every
 earlier life, so nothing that they still have can be taken for what is written to them.
@@ -20,6 +21,7 @@ or damaged, every segment is read.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -113,8 +115,16 @@ def scan(slab: TieredSlab, point: Point, lives: Lives, advance: Callable[[], obj
         for segment in segments:
             advance()
             entry = log.index.find(segment, place)
-            if entry is not None and _holds(log, segment, entry, end):
+            if entry is not None and says_all(entry) and _holds(log, segment, entry, end):
                 check(merge_entry(segment, entry))
+
+    def says_all(entry: Entry) -> bool:
+        """Whether it goes as far as the life did that filled the segment: one of a copy of the file
+        may speak of fewer blocks, all of which are here, too."""
+        life = entry.life - log.head.first_life
+        if not 0 <= life < len(lives):
+            return True  # nothing of such a life counts
+        return entry.counts.size >= min(log.segment_blocks, int(last[life]) - entry.sequence + 1)
 
     def from_file(segments: Sequence[int]) -> None:
         blocks = _Blocks(log, log.segment_blocks)
@@ -243,6 +253,8 @@ def look_at(log: RowLog, segment: int) -> Noted | None:
         with log.using():
             blocks.read(segment)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise  # says nothing of the segment
         raise _damage(log, segment, log.segment_blocks, f"{error}; {_LEFT}") from error
     generation, lives = int(log.generations[segment]), log.head.lives
     lost = _lost(log, blocks, generation, lives)

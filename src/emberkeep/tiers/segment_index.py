@@ -1,9 +1,10 @@
 """The index beside a tier's file: what its segments hold, so that a restart need not read them.
 
 It is a hint and nothing more. An entry counts only if it is whole, of this file and this layout,
-and if the first and the last block that it speaks of are in the file as it says, to the checksum;
-whatever else there is, the segment itself is read. So nobody waits for the index to be on the
-medium, an error of it fails nothing, and it may be removed, or left behind, at any time.
+and if the first and the last block that it speaks of are in the file as it says, to the checksum,
+and no block that counts comes after them; whatever else there is, the segment itself is read. So
+nobody waits for the index to be on the medium, an error of it fails nothing, and it may be removed,
+or left behind, at any time.
 
 Each segment has a place of its own, number times `place_nbytes`, which is written in place once
 all blocks of a use of the segment are in the file; a torn write is no entry. So the index stays in
@@ -250,7 +251,14 @@ class SegmentIndex:
         It would else come back with the damage, over and over."""
         with self._writing:
             self._given_up = True
-            remove(self._of, self._disk)
+            try:
+                self._disk.unlink(self.path)
+                self._disk.sync_directory(os.path.dirname(self.path))
+            except FileNotFoundError:
+                pass
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._disk.empty(self.path)
 
     def _open(self) -> int:
         """The index, made if there is none; whatever is in it already harms nobody."""
@@ -285,12 +293,13 @@ class SegmentIndex:
         self._given_up = True
         self._noted.clear()
         self.missing.clear()
-        warnings.warn(
-            f"{self.path} cannot be used: {error.strerror}. No row is concerned: it only makes "
-            f"restarts faster, and the next one reads all of {self._of}; look at the disk",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        with contextlib.suppress(RuntimeWarning):  # nor does it end anything as an error
+            warnings.warn(
+                f"{self.path} cannot be used: {error.strerror}. No row is concerned: it only makes "
+                f"restarts faster, and the next one reads all of {self._of}; look at the disk",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- what opening has not read ---------------------------------------------------------------
 

@@ -314,10 +314,39 @@ def test_a_read_of_parts_that_fails_says_why(tmp_path: Path) -> None:
     parts = [Part("object", at, area[at : at + BLOCK_NBYTES]) for at in (0, BLOCK_NBYTES)]
     disk.heal()
     assert read_parts(store, parts) == [BLOCK_NBYTES] * 2
-    for at in range(len(disk.calls)):
+    for at, call in enumerate(list(disk.calls)):
+        if call == "close":
+            continue  # what was read is right
+        store = LocalStore(tmp_path, disk=disk)  # asks again what is cached
         disk.fail(at, errno.EIO)
         with pytest.raises(StorageError, match="object"):
             read_parts(store, parts)
+
+
+def test_where_nobody_says_what_is_cached_nothing_is_read_past_the_page_cache(
+    tmp_path: Path,
+) -> None:
+    """All would be: what is in memory already, too."""
+
+    class Silent(Counting):
+        asked = 0
+
+        def says_cached(self, handle: int, offset: int) -> bool | None:
+            self.asked += 1
+            return None
+
+        def read_files(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int]:
+            raise AssertionError("read past the page cache")
+
+    store = LocalStore(tmp_path, disk=(disk := Silent()))
+    store.put("object", bytes(range(256)) * 64)
+    into = [recycled(BLOCK_NBYTES) for _ in range(3)]
+    for _ in range(2):
+        parts = [Part("object", at * BLOCK_NBYTES, view) for at, view in enumerate(into)]
+        assert store.read_parts(parts) == [BLOCK_NBYTES] * 3
+    assert b"".join(into) == bytes(range(256)) * 48
+    assert not store.reads_together
+    assert disk.asked == file_reads.has_queue()
 
 
 def test_to_ask_whether_blocks_are_cached_has_none_read(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from emberkeep.blobs.wrapper import WrapperStore
 from emberkeep.checkpoint import Checkpointer, SaveSettings, VersionSpec
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import FencedError
+from emberkeep.keeper import repository_saver
 from emberkeep.keeper.repository_saver import RepositorySaver
 from emberkeep.repository import Repository, Writer
 from emberkeep.repository.names import writer_name
@@ -128,6 +129,21 @@ def test_no_row_changes_where_another_process_takes_over_first() -> None:
     assert state(fresh) == before
     with pytest.raises(FencedError):
         resumed.close()
+
+
+def test_beside_rows_that_may_be_adopted_nothing_comes_before_the_takeover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Servers hear whose they are, and they stay or go by what the newest version is."""
+    inner, _, _, keeper = with_a_version()
+    keeper.close()
+    said: list[dict[str, str]] = []
+    monkeypatch.setattr(LocalCluster, "tell", lambda _, **about: said.append(about))
+    monkeypatch.setattr(repository_saver, "has_adopted", lambda _: True)
+    another = Meanwhile(inner, "writers/", lambda: Writer.open(Repository.open(inner)))
+    with pytest.raises(FencedError):
+        saver(another, opened())
+    assert not said
 
 
 def test_a_keeper_that_is_closed_at_once_has_taken_over() -> None:

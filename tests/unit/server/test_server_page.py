@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep._types import Json
+from emberkeep.errors import EpochError
 from emberkeep.runtime.background_failures import background_failures
+from emberkeep.server.server_events import ServerEvents
 from emberkeep.server.server_watch import Parent, ServerWatch
 from emberkeep.server.shard_service import ShardService
 from emberkeep.tables import SGD, Table
@@ -170,6 +173,27 @@ def test_who_connects_is_logged_and_does_not_hide_the_last_event(server: Server)
     assert connected == ("connected", {"peer": "ipv4:10.0.0.7:5", "run": RUN})
     assert disconnected[1]["seconds"] == 2
     assert server.ask("status")["last_event"]["event"] == "admitted"
+
+
+def test_a_trainer_that_asks_again_and_again_is_refused_once() -> None:
+    said: list[str] = []
+    events = ServerEvents(lambda _, about: said.append(about["trainer"]))
+
+    def ask(trainer: str, *, admitted: bool = False) -> None:
+        with suppress(EpochError), events.refusing("run", trainer):
+            if not admitted:
+                raise EpochError("another one holds the lease")
+
+    for trainer in ("a", "a", "b", "a", "b"):
+        ask(trainer)
+    assert said == ["a", "b"]
+    ask("a", admitted=True)
+    ask("a")
+    assert said == ["a", "b", "a"]
+    assert events.refused_trainers == 3
+    for number in range(1000):
+        ask(str(number))
+    assert len(events._refused) < 100
 
 
 def test_failures_of_background_threads_are_logged(server: Server) -> None:

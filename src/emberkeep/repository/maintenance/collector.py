@@ -21,6 +21,7 @@ It runs beside a save, beside readers, and may be killed at any point. What keep
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,7 +69,11 @@ class Collected:
 
 
 class Collector:
-    """Repeated gc for one writer; remembers the manifests it has read, which never change."""
+    """Repeated gc for one writer; remembers the manifests it has read, which never change.
+
+    Threads may share it: one collects at a time, because a save and extraction may both want to,
+    and what is committed between two looks of one of them must not be taken for garbage.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Collector:
         self._read: dict[VersionId, Manifest] = {}
         self._covered: dict[VersionId, int] = {}
         self._settled = 0
+        self._turn = threading.Lock()
 
     def collect(self) -> Collected:
         """Runs once. `FencedError` if a later writer has taken over, `DamageError` if a version
@@ -96,7 +102,7 @@ class Collector:
         keeps a reserve it needs no byte free."""
         self._writer.check()
         try:
-            with spending_reserve(self._store):
+            with self._turn, spending_reserve(self._store):
                 return self._collect()
         except (DamageError, NoVersionError):
             self._writer.check()  # a successor's gc may have removed what this one looked for
