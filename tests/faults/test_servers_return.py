@@ -251,8 +251,8 @@ def test_a_coordinator_that_was_replaced_is_refused_for_good() -> None:
     world.push()
     world.network.rules = [Rule(how="refuse", kind="renew")]
     world.clock.advance(2 * TIMING.lease)
-    world.network.rules = []
     after = world.open("another")
+    world.network.rules = []
     with pytest.raises(ShardLostError):
         world.push(twin=False)
     with pytest.raises(FencedError, match="another process coordinates"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from emberkeep.cluster.local.local_cluster import LocalCluster
 from emberkeep.errors import DamageError
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiers import durable_open, upkeep
+from emberkeep.tiers import durable_open, log, upkeep
 from emberkeep.tiers.superblock import START
 from emberkeep.tiers.tiered_slab import TieredSlab
 from tests.contracts.engine import state
@@ -203,3 +205,27 @@ def test_a_segment_is_not_used_again_while_somebody_reads_it(cluster: LocalClust
     read()
     assert found.tobytes() == expected.tobytes()
     assert segment in slab.log._free or slab.log.generations[segment] > generation
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_segment_that_cannot_be_read_to_be_cleaned_ends_nothing(
+    cluster: LocalCluster, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cleaner's thread would be gone, and with it the shard. A lack of memory is no damage."""
+    (slab,) = cluster.shards[0].tiers()
+    segment = worth_cleaning(slab)
+    before = state(cluster)
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(log, "read_at", fail)
+        clean(slab)
+    said = [str(warning.message) for warning in caught]
+    assert bool(said) == any(f"segment {segment}:" in line for line in said) == (code == errno.EIO)
+    clean(slab)
+    assert cluster.tier_status()[0].damaged == len(said)
+    assert slab.log._cleanable() != segment
+    assert state(cluster) == before

@@ -24,7 +24,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -242,6 +243,19 @@ def _damage(log: RowLog, segment: int, lost: int, what: str) -> DamageError:
     )
 
 
+@contextmanager
+def reading(log: RowLog, segment: int) -> Iterator[None]:
+    """A segment is read whole in the body, for nobody who waits for it: where the disk cannot, the
+    segment is damaged. A lack of memory says nothing of it."""
+    try:
+        with log.using():
+            yield
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
+        raise _damage(log, segment, log.segment_blocks, f"{error}; {_LEFT}") from error
+
+
 def look_at(log: RowLog, segment: int) -> Noted | None:
     """Checks a segment that an earlier life has filled as opening does, if it reads it.
 
@@ -249,13 +263,8 @@ def look_at(log: RowLog, segment: int) -> Noted | None:
     say of it: all its blocks up to the end of that life. The caller has started reading.
     """
     blocks = _Blocks(log, log.segment_blocks)
-    try:
-        with log.using():
-            blocks.read(segment)
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise  # says nothing of the segment
-        raise _damage(log, segment, log.segment_blocks, f"{error}; {_LEFT}") from error
+    with reading(log, segment):
+        blocks.read(segment)
     generation, lives = int(log.generations[segment]), log.head.lives
     lost = _lost(log, blocks, generation, lives)
     if lost:

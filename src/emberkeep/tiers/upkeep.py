@@ -16,7 +16,7 @@ import numpy as np
 from emberkeep.errors import DamageError, EmberkeepError
 from emberkeep.kernels import batch_rows
 from emberkeep.kernels import log_records as kernels
-from emberkeep.tiers.durable_scan import look_at
+from emberkeep.tiers.durable_scan import look_at, reading
 from emberkeep.tiers.log import Extent
 from emberkeep.tiers.record_layout import aligned
 from emberkeep.tiers.superblock import Point
@@ -190,9 +190,11 @@ def _clean(slab: TieredSlab) -> bool:
         turn = log.begin_reading()
     try:
         words = aligned(log.segment_blocks * log.block_nbytes)
-        with log.using():
+        with reading(log, segment):
             log.read_segment(segment, words)
         moved = _move(slab, segment, words)
+    except OSError:  # no memory: nobody waits for it, and a later round tries again
+        return False
     except DamageError as error:
         log.set_aside(segment, error)
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)
