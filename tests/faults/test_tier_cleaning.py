@@ -229,3 +229,18 @@ def test_a_segment_that_cannot_be_read_to_be_cleaned_ends_nothing(
     assert cluster.tier_status()[0].damaged == len(said)
     assert slab.log._cleanable() != segment
     assert state(cluster) == before
+
+
+def test_no_memory_for_rows_that_are_moved_is_not_passed_over(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may have a place already, which nobody would write to any more."""
+    (slab,) = cluster.shards[0].tiers()
+    worth_cleaning(slab)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(slab.log, "extend", fail)
+    with pytest.raises(OSError, match="memory"):
+        clean(slab)

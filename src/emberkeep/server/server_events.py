@@ -35,7 +35,7 @@ class ServerEvents:
         """All of them so far."""
         self.refused_tokens = 0
         self.refused_trainers = 0
-        self._refused: dict[tuple[str, str], None] = {}
+        self._refused: dict[tuple[str, str], type] = {}
         self.expired_leases = 0
 
     def __call__(self, event: str, details: Json) -> None:
@@ -72,8 +72,8 @@ class ServerEvents:
             yield
         except EmberkeepError as error:
             with self._lock:
-                known = (run, trainer) in self._refused
-                self._refused[run, trainer] = None
+                known = self._refused.get((run, trainer)) is type(error)
+                self._refused[run, trainer] = type(error)
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
             if not known:

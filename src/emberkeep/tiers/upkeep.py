@@ -189,12 +189,13 @@ def _clean(slab: TieredSlab) -> bool:
             return False
         turn = log.begin_reading()
     try:
-        words = aligned(log.segment_blocks * log.block_nbytes)
-        with reading(log, segment):
-            log.read_segment(segment, words)
+        try:
+            words = aligned(log.segment_blocks * log.block_nbytes)
+            with reading(log, segment):
+                log.read_segment(segment, words)
+        except (MemoryError, OSError):  # no memory: a later round tries again
+            return False
         moved = _move(slab, segment, words)
-    except OSError:  # no memory: nobody waits for it, and a later round tries again
-        return False
     except DamageError as error:
         log.set_aside(segment, error)
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)

@@ -87,6 +87,12 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_store, "_LONG_NBYTES", 1)
 
 
+@pytest.fixture
+def says_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every file system said what it has in memory."""
+    monkeypatch.setattr(Disk, "says_cached", lambda *_: False)
+
+
 def pieces_of(data: bytes, *lengths: int) -> list[bytes]:
     pieces = []
     for length in lengths:
@@ -246,7 +252,7 @@ def put_blocks(store: LocalStore, count: int) -> list[Part]:
 
 @pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
 def test_a_file_system_without_direct_reads_is_not_read_by_one_thread_alone(
-    tmp_path: Path,
+    tmp_path: Path, says_cached: None
 ) -> None:
     class Refused(Disk):
         def read_files(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int]:
@@ -265,7 +271,7 @@ def test_a_file_system_without_direct_reads_is_not_read_by_one_thread_alone(
 
 @pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
 def test_files_that_calls_have_open_together_are_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, says_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may have a thousand open, and others of its threads need some."""
     calls, files = 24, 130
@@ -293,7 +299,7 @@ def test_files_that_calls_have_open_together_are_few(
 
 @pytest.mark.skipif(not has_queue(), reason="the system has no such reads")
 def test_a_queue_that_could_not_be_made_is_not_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, says_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path)
     parts = put_blocks(store, 2)
@@ -306,7 +312,7 @@ def test_a_queue_that_could_not_be_made_is_not_used_again(
     assert queue.works
 
 
-def test_a_read_of_parts_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_read_of_parts_that_fails_says_why(tmp_path: Path, says_cached: None) -> None:
     disk = FaultyDisk()
     store = LocalStore(tmp_path, disk=disk)
     store.put("object", bytes(4 * BLOCK_NBYTES))

@@ -117,7 +117,7 @@ class FlightCluster(RemoteCluster):
         )  # fmt: skip
         self.rank = rank
         self.world = world
-        self._number = 0
+        self._number, self._check_failed = 0, False
         self._turn = threading.RLock()
         self._ahead: Ahead | None = None
         self._trained: Sequence[RowIds] = ()
@@ -355,9 +355,8 @@ class FlightCluster(RemoteCluster):
                 if sent.answered.get(shard.index) != shard.epoch
             }
             self._keep(sent)
-        elif self._refusable and (self.world == 1 or isinstance(error, _REFUSALS)):
-            # Other ranks may be about to apply it, unless a shard has refused it, and so to all.
-            self._withdraw(self._number + 1)
+        elif self._refusable:
+            self._withdraw(error)
         # What has that number must not be taken for the next push.
         self._start_round()
 
@@ -368,10 +367,12 @@ class FlightCluster(RemoteCluster):
         unknown = isinstance(error, ShardLostError | PeerError)
         return len(self.handles) == 1 and isinstance(error, EmberkeepError) and not unknown
 
-    def _withdraw(self, number: int) -> None:
-        """Has shards let go of a push that they have checked and another has refused. One that does
-        not hear of it lets go with the next push."""
-        about = {"incarnation": self._incarnation, "number": number, "world": self.world}
+    def _withdraw(self, error: BaseException) -> None:
+        """Has shards let go of a push that they have checked; they do with the next one, else. Of
+        several ranks others may be about to apply it, unless a shard has refused it to all."""
+        if self.world > 1 and not (self._check_failed and isinstance(error, _REFUSALS)):
+            return
+        about = {"incarnation": self._incarnation, "number": self._number + 1, "world": self.world}
         for shard in self.handles:
             with suppress(EmberkeepError):
                 shard.ask("withdraw", about)
@@ -589,6 +590,7 @@ class FlightCluster(RemoteCluster):
             self._settle()
         if lost:
             raise ShardLostError(lost)
+        self._check_failed = sent is None and bool(errors)
         if errors:
             raise errors[0]
         return [blob for blob in replies if blob is not None]
