@@ -398,7 +398,10 @@ class Epoch:
         key = 0 if together else request.incarnation
         held = None
         if request.kind == CHECK:
-            self._forget_checked(key, session)
+            before = self._held.get(key)
+            if before is None or before.number != request.number:
+                self._forget_checked(key, session)
+            # Else it comes again, maybe late: where it fails, what was answered before still holds.
             self.shard.check(*part)
             self._held[key] = Checked(
                 request.number, part, weakref.ref(session), self.clock.monotonic()

@@ -162,6 +162,25 @@ def test_a_push_is_applied_over_another_stream_than_it_was_checked_on(servers: S
     assert servers.held() == [0, 0]
 
 
+def test_a_check_that_comes_again_and_fails_takes_nothing_back(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late, over a stream that its client has given up: the push was checked since."""
+    (epoch, _), old, session = servers.epochs, Session(), Session()
+    checked(epoch, session, 1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epoch.shard, "check", fail)
+        with pytest.raises(MemoryError):
+            checked(epoch, old, 1)
+    apply(epoch, session, 1)
+    assert epoch.applied(7) == 1
+    assert servers.held() == [0, 0]
+
+
 def test_gradients_go_with_their_epoch(servers: Servers) -> None:
     (cluster,) = servers.clusters
     session = Session()

@@ -159,6 +159,8 @@ class SimulatedNetwork:
         self.awaited: dict[tuple[str, str, int], list[Callable[[], object]]] = {}
         """By who asks what, of its parity, for the how manieth time from now on: what happens right
         before the question is sent."""
+        self._owed: dict[Process, list[tuple[_Reply, str]]] = {}
+        """What processes are to answer, and to whom."""
         self.lags: dict[tuple[str, str], float] = {}
         """By path: how much longer everything takes on it."""
         self.late: Counter[str] = Counter()
@@ -216,6 +218,14 @@ class SimulatedNetwork:
         self.sent["cut off"] += 1
         if self.scheduler.random.random() < 0.5:
             self._held.append((path, arrive))
+
+    def hang_up(self, process: Process) -> None:
+        """A process has ended on a machine that goes on: its connections are closed, and who awaits
+        an answer hears of that."""
+        for reply, asker in self._owed.pop(process, ()):
+            path = (process.host, asker)
+            error = f"{reply.what} does not come: it has ended"
+            self._travel(path, self._delay(path), partial(reply.set, error=error))
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -296,6 +306,9 @@ class SimulatedNetwork:
                 reset = partial(reply.set, error=f"{address}: {kind} failed: it has ended")
                 self._travel(back, self._delay(back), reset)
                 return
+
+            owed = [each for each in self._owed.get(server.process, ()) if not each[0].done]
+            self._owed[server.process] = [*owed, (reply, sender.host)]
 
             def handle() -> None:
                 answer = work(server.service, again)

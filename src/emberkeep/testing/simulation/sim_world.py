@@ -139,6 +139,8 @@ class World:
         if process.alive:
             self.scheduler.kill(process)
             self.tell(f"{process} dies")
+            if self.options.scenario or self.scheduler.random.random() < 0.5:
+                self.network.hang_up(process)  # else nobody hears more of it, nor of its machine
 
     # -- faults ----------------------------------------------------------------------------------
 
