@@ -31,6 +31,8 @@ from emberkeep.strategies import Strategy
 
 # Between attempts of one recovery: the first pause, and the longest.
 _PAUSE_SECONDS = (0.05, 1.0)
+# So many full recoveries may go back to one version before training gets further than it had been.
+_MOST_IN_VAIN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ class Recoverer:
         self._lock = ForkLock()
         self._busy = False
         self._pause = _PAUSE_SECONDS[0]
+        self._back_at: tuple[int | None, int] | None = None
+        self._furthest = self._in_vain = 0
         self._patience = max((home.cluster.patience for home in homes), default=PATIENCE)
         self._failures_before = self._repeated_steps = 0
         self._made: dict[str, int] = {"full": 0, "partial": 0, "parity": 0}
@@ -241,7 +245,23 @@ class Recoverer:
         for home in self._homes:
             home.cluster.lost_since = None
         self._note(made)
+        self._require_progress(made)
         return made
+
+    def _require_progress(self, made: Recovered) -> None:
+        """What dies at the same step after each full recovery would do so for ever."""
+        if made.scope != "full":
+            return
+        where, reached = (made.version, made.step), made.step + made.repeated_steps
+        if where != self._back_at or reached > self._furthest:
+            self._back_at, self._furthest, self._in_vain = where, reached, 0
+        self._in_vain += 1
+        if self._in_vain > _MOST_IN_VAIN:
+            raise RecoveryError(
+                f"the run went back to step {made.step} {self._in_vain} times, and never got "
+                f"beyond step {self._furthest}: see why shards end there, or save more often; then "
+                "start the run again to resume its newest version"
+            )
 
     def _noticed(self) -> float:
         """When the call began that met the loss."""

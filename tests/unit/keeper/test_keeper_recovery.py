@@ -14,7 +14,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.blobs import Buffer, MemoryStore
 from emberkeep.checkpoint import SaveSettings
-from emberkeep.errors import ConfigError, NoVersionError, ShardLostError
+from emberkeep.errors import ConfigError, NoVersionError, RecoveryError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.strategies import Every
 from tests.nightly import checkered, some
@@ -445,3 +445,24 @@ def test_the_first_version_after_newer_ones_were_left_is_whole() -> None:
     while not [name for name, _ in events if name == "saved"]:
         _step(model, keeper)
     assert [details["whole"] for name, details in events if name == "saved"] == [True]
+
+
+def test_what_dies_at_the_same_step_after_each_recovery_ends() -> None:
+    """Its need of memory, say. A step that was never reached begins the count again."""
+    model = Model()
+    keeper = keeper_of(model, MemoryStore(), ek.incremental(every=5))
+    deaths = 0
+
+    def die() -> None:
+        nonlocal deaths
+        deaths += 1
+        model.kill(0)
+
+    class Deaths(dict[int, Any]):
+        def pop(self, place: int, default: Any = None) -> Any:
+            return die if place == (7 if deaths < 20 else 8) else default
+
+    with pytest.raises(RecoveryError, match="back to step 5 33 times, and never got beyond step 7"):
+        train(model, keeper, Deaths({0: None}))
+    assert deaths == 20 + 33
+    keeper.close(save=False)
