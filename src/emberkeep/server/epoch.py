@@ -424,11 +424,12 @@ class Epoch:
                 self._applied_together = request.number if together else 0
                 self._ledger.note(request.incarnation, request.number)
             self.whole = True
+        else:
+            self._ledger.note(request.incarnation, request.number)
         if held is not None:
             held.ranks.add(request.rank)
             if len(held.ranks) == request.world:
                 del self._held[key]
-        self._ledger.note(request.incarnation, request.number)
         return part
 
     def _forget_checked(self, key: int, session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from emberkeep._types import RowIds
 from emberkeep.cluster.shard import Shard
-from emberkeep.errors import ProtocolError, RankError
+from emberkeep.errors import EpochError, ProtocolError, RankError
 from emberkeep.runtime.pool import Pool
 from emberkeep.server.epoch import Epoch, Session
 from emberkeep.server.parity_service import ParityService
@@ -123,3 +124,33 @@ def test_ranks_hear_why_a_step_failed_whatever_the_error(
     epoch.push(request(PUSH, 20, 1), Session())
     expected = np.ones((3, 2), np.float32)
     assert np.array_equal(epoch.shard.read("t", np.arange(3))["accumulator"], expected)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_step_that_is_noted_half_way_is_over_for_all_ranks_or_for_none(
+    epoch: Epoch, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank to which it was over went on to the next step, and another waited for it."""
+    note, calls = epoch._ledger.note, 0
+
+    def short(*given: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at + 1:
+            raise MemoryError
+        note(*given)
+
+    monkeypatch.setattr(epoch._ledger, "note", short)
+    for number in (20, 21):
+        waiting = [0, 1]
+        for rank in 8 * [0, 1]:
+            if rank in waiting:
+                with suppress(RankError, MemoryError):
+                    try:
+                        epoch.push(request(PUSH, number, rank), Session())
+                    except EpochError:
+                        return  # the shard has let its rows go: who recovers it knows what it had
+                    waiting.remove(rank)
+        assert not waiting
+    accumulator = epoch.shard.read("t", np.arange(3))["accumulator"]
+    assert np.array_equal(accumulator, 2 * np.ones((3, 2), np.float32))
