@@ -42,8 +42,9 @@ class Assumptions:
 
     usable_memory: float = 0.9
     """The share of a machine's memory that rows, index and cache may take."""
-    file_space: float = 1.5
-    """Bytes of a tier's file for each byte of rows: records have heads, and some are dead."""
+    file_space: float = 2.2
+    """Bytes of a tier's file for each byte of rows: records have heads, and the cleaner begins when
+    more of the file is dead than alive, beside what waits for the next durable batch."""
     hidden: float = 0.59
     """The share of a step during which reads hide: the network's. As on 16 GPUs by the scaling of
     OpenEmbedding's Figure 7, where embedding is 41% of a step."""
