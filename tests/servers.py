@@ -28,7 +28,11 @@ class Farm:
     """Starts and ends servers."""
 
     def __init__(self) -> None:
-        self._foreman = Foreman("tests.servers", EMBERKEEP_THREADS="1", OMP_NUM_THREADS="1")
+        # Arrow's own pool sets regions of 32 MB aside, which RLIMIT_DATA counts, used or not.
+        self._foreman = Foreman(
+            "tests.servers", EMBERKEEP_THREADS="1", OMP_NUM_THREADS="1",
+            ARROW_DEFAULT_MEMORY_POOL="system",
+        )  # fmt: skip
         self._lock = threading.Lock()
 
     def _ask(self, **question: Any) -> Any:

@@ -19,7 +19,7 @@ from emberkeep.runtime.clock import SYSTEM_CLOCK
 from emberkeep.tables import Adagrad, Table, Tier
 from tests.servers import Farm, FarmLauncher
 
-SHARDS, LIMIT, ROWS, DIM, PUSHED = 4, 400 * 2**20, 3_400_000, 64, 20_000
+SHARDS, LIMIT, ROWS, DIM, PUSHED = 4, 460 * 2**20, 4_000_000, 64, 20_000
 TABLE = Table("t", rows=ROWS, dim=DIM)
 OPTIMIZER = Adagrad(lr=0.1)
 
