@@ -95,8 +95,7 @@ class LocalStore:
         self._staging = os.path.join(self._root, _STAGING)
         self._reserve = os.path.join(self._root, _RESERVE)
         self._spending = 0
-        self._reads_blocks = True
-        self._looked = False
+        self._reads_blocks: bool | None = None  # not asked yet
         self._disk = disk or Disk()
         self._clock = clock
         self._durable_directories: set[str] = set()
@@ -204,7 +203,7 @@ class LocalStore:
     def reads_together(self) -> bool:
         """Whether one call of `read_parts` has as many reads under way as pay off: not where the
         file system has refused to read past the page cache, or does not say what is in it."""
-        return self._reads_blocks and has_queue()
+        return self._reads_blocks is not False and has_queue()
 
     def read_parts(self, parts: Sequence[Part]) -> list[int]:
         """`read_into` of parts of files, those of whole blocks at once."""
@@ -212,11 +211,11 @@ class LocalStore:
             check_range(part.name, part.start, len(part.into))
         found = [-1] * len(parts)
         whole = [at for at, part in enumerate(parts) if is_aligned(part.start, part.into)]
-        if whole and not self._looked and has_queue():
+        if whole and self._reads_blocks is None and has_queue():
             # Else what is in the page cache would be read past it.
             with self._open(parts[whole[0]].name) as handle:
                 says = self._call(parts[whole[0]].name, self._disk.says_cached, handle, 0)
-            self._reads_blocks, self._looked = says is not None, True
+            self._reads_blocks = says is not None
         first = 0
         while first < len(whole) and self.reads_together:
             with open_at_once() as most:
