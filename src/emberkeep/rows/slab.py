@@ -17,6 +17,7 @@ from emberkeep._types import F32, I64, U64, Planes, RowIds
 from emberkeep.errors import IdError, ShardLostError, StateError, TableFullError
 from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
 from emberkeep.rows.copy_room import CopyRoom
+from emberkeep.rows.prioritised_rows import PrioritisedRows
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
 from emberkeep.rows.push import (
     Push,
@@ -29,7 +30,7 @@ from emberkeep.rows.push import (
 )
 from emberkeep.rows.row_source import Arrays, RowSource
 from emberkeep.rows.slots import Slots
-from emberkeep.rows.snapshot import PrioritisedRows, Snapshot, TableRange
+from emberkeep.rows.snapshot import Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
 from emberkeep.runtime.memory import ScatteredRows, Values, lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, shares

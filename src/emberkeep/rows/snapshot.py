@@ -20,13 +20,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from emberkeep._types import I64, U64, Array, Bools, Planes
-from emberkeep.errors import CancelledError, ShardLostError
-from emberkeep.kernels import batch_rows as bitmaps
+from emberkeep.errors import CancelledError, SaveError, ShardLostError
 from emberkeep.kernels import row_copies, scatter
 from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
-from emberkeep.rows.tracker import PRIORITISED, SINCE_VERSION, Frozen, Tracker
+from emberkeep.rows.tracker import SINCE_VERSION, Frozen, Tracker
 from emberkeep.runtime.memory import lazy_zeros, recycled
 from emberkeep.runtime.pool import ForkLock, Job, Pool, shares
 
@@ -212,6 +211,7 @@ class Snapshot:
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
         self._done = False
         self._lost: ShardLostError | None = None
+        self._failed: BaseException | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze it, before anybody reads."""
@@ -228,11 +228,15 @@ class Snapshot:
     def before_write(self, written: I64) -> None:
         """Called by a writer that is about to change rows and holds the lock."""
         start = self._room.clock.monotonic()
-        self._save_before(written)
+        try:
+            self._save_before(written)
+        except BaseException as error:
+            self._fail(error)
+            raise
         self.held_seconds += self._room.clock.monotonic() - start
 
     def _save_before(self, written: I64) -> None:
-        if not written.size:
+        if not written.size or self._failed is not None:
             return
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
@@ -261,6 +265,13 @@ class Snapshot:
             self._saved.append(part)
             self._saved_nbytes += part.nbytes
         self._room.change(part.nbytes)
+
+    def _fail(self, error: BaseException) -> None:
+        """Rows that a writer meant to take are in nobody's hands: the save must not have an end
+        without them. All are part of the next one."""
+        self._failed = error.with_traceback(None)
+        self._done = True
+        self._room.change()
 
     def abandon(self, lost: ShardLostError) -> None:
         """Called with the lock held when the rows are gone: later reads get the error.
@@ -304,6 +315,7 @@ class Snapshot:
                     yield from self._take_saved(rows)
         with self.holder.lock:
             pass  # all rows are taken care of, and the last writer has handed over what it saved
+        self._check_failed()
         yield from self._take_saved(rows)
 
     def _fitting(self, table: TableRange, most: int) -> int:
@@ -313,8 +325,15 @@ class Snapshot:
         return max(1, min(most, _CHUNK_NBYTES // max(1, row_nbytes)))
 
     def _check_lost(self) -> None:
+        self._check_failed()
         if self._lost is not None:
             raise self._lost
+
+    def _check_failed(self) -> None:
+        if self._failed is not None:
+            raise SaveError(
+                f"a push ended while it copied rows for this save: {self._failed!r}; save again"
+            ) from self._failed
 
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
         """Copies rows until there is no room for more."""
@@ -468,62 +487,6 @@ class Snapshot:
             with self.holder.lock:
                 if self.holder.ranking is not None:
                     self.holder.ranking.put_back(self._ranked)
-
-
-class PrioritisedRows:
-    """The rows of one slab that matter most, chosen and frozen when they are read, not before.
-
-    So training never waits for the choice. Each row is whole, with all planes of one moment, which
-    comes after this was made; small tables are there with all their rows.
-    """
-
-    def __init__(self, holder: RowHolder, whole: U64, room: CopyRoom) -> None:
-        """`whole` has the bits of all rows of the small tables."""
-        self.holder = holder
-        self._whole = whole
-        self._room = room
-        self._names: dict[str, str] = {}
-        self._taken: list[Any] = []
-        self._inner: Snapshot | None = None
-        self.held_seconds = 0.0
-
-    @property
-    def pressed(self) -> bool:
-        return self._room.full
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        self._names.update(names)
-
-    def chunks(self, rows: int, cancelled: threading.Event | None = None) -> Iterator[Chunk]:
-        ranking = self._ranking()
-        selected = ranking.select()
-        for start in range(0, selected.size, _SLICE_WORDS):
-            with self.holder.lock:
-                self._ranking()
-                self._taken.append(ranking.take(selected[start : start + _SLICE_WORDS]))
-        with self.holder.lock:
-            self._ranking()
-            chosen: U64 = self._whole & self.holder.touched
-            bitmaps.set_bits(chosen, selected)
-            self._inner = Snapshot(self.holder, SINCE_VERSION, self._room, chosen)
-            self.holder.snapshot = self._inner
-        self._inner.rename(self._names)
-        yield from self._inner.chunks(rows, cancelled)
-
-    def _ranking(self) -> Ranking:
-        if self.holder.lost is not None:
-            raise self.holder.lost
-        assert self.holder.ranking is not None
-        return self.holder.ranking
-
-    def close(self, advanced: Collection[str]) -> None:
-        if self._inner is not None:
-            self._inner.close(())
-            self.held_seconds = self._inner.held_seconds
-        with self.holder.lock:
-            if PRIORITISED not in advanced and self.holder.ranking is not None:
-                for taken in self._taken:
-                    self.holder.ranking.put_back(taken)
 
 
 def _fresh(rows: int, width: int, kind: np.dtype[Any]) -> Array:

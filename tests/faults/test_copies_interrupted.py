@@ -1,0 +1,119 @@
+"""A push that fails, or is interrupted, while it copies rows for a save: what it meant to take
+is in nobody's hands, so the save must fail, and never be a version without those rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import emberkeep as ek
+from emberkeep.blobs import open_store
+from emberkeep.cluster.local.local_cluster import LocalCluster, local
+from emberkeep.errors import SaveError
+from emberkeep.repository import Repository
+from emberkeep.rows import snapshot as snapshots
+from emberkeep.rows.snapshot import freeze
+from emberkeep.tables import Adam, Table
+from tests.contracts.engine import grads_of, wanted_of
+
+ROWS, DIM = 640, 16
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """The next push that copies rows ends where it makes room for them."""
+    fresh = snapshots._fresh
+
+    def failing(*shape: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return fresh(*shape)
+        monkeypatch.setattr(snapshots, "_fresh", fresh)
+        raise error("in the middle of a push")
+
+    monkeypatch.setattr(snapshots, "_fresh", failing)
+
+
+def rows_of(cluster: LocalCluster) -> dict[int, bytes]:
+    ids, planes = cluster.read_all("t")
+    return {
+        int(each): b"".join(values[i].tobytes() for values in planes.values())
+        for i, each in enumerate(ids)
+    }
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_snapshot_without_some_rows_is_not_handed_out(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
+    (slab,) = cluster.shards[0].slabs
+    slab.track()
+
+    def push(ids: list[int]) -> None:
+        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
+        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
+
+    push(list(range(ROWS)))
+    (taken,) = freeze([slab], since=None)
+    fail_once(monkeypatch, error)
+    with pytest.raises(error):
+        push([3, 5, 7])
+    push([11, 13])  # of a run that goes on
+    with pytest.raises(SaveError, match="a push ended while it copied rows"):
+        list(taken.chunks(64))
+    taken.close([])
+    state = rows_of(cluster)
+    (again,) = freeze([slab], since=None)
+    read = {
+        int(each): b"".join(values[i].tobytes() for values in chunk.planes.values())
+        for chunk in again.chunks(64)
+        for i, each in enumerate(chunk.ids)
+        if chunk.planes is not None
+    }
+    assert read == state
+    again.close([])
+
+
+def test_it_is_no_version_and_the_next_one_has_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = threading.Event()
+    chunks = snapshots.Snapshot.chunks
+
+    def late(self: Any, *given: Any) -> Iterator[Any]:
+        assert stepped.wait(60)
+        yield from chunks(self, *given)
+
+    monkeypatch.setattr(snapshots.Snapshot, "chunks", late)
+    bags = ek.EmbeddingBags([ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1))
+
+    def step() -> None:
+        bags({"item": torch.arange(64)}).sum().backward()
+        bags.optimizer.step()
+
+    with ek.Keeper(tmp_path, bags, bags.optimizer, strategy=ek.incremental(every=99)) as keeper:
+        step()
+        keeper.save()
+        fail_once(monkeypatch, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        stepped.set()
+        with pytest.warns(UserWarning, match="a push ended"), pytest.raises(SaveError):
+            keeper.wait()
+        assert Repository.open(open_store(str(tmp_path))).versions() == ()
+        keeper.save()
+        version = keeper.wait()
+        assert version is not None
+        saved = {name: values.copy() for name, values in bags.cluster.read_all("item")[1].items()}
+    again = ek.EmbeddingBags([ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1))
+    with ek.Keeper(tmp_path, again, again.optimizer, strategy=ek.incremental(every=99)) as keeper:
+        keeper.resume()
+        found = again.cluster.read_all("item")[1]
+        assert {k: v.tobytes() for k, v in found.items()} == {
+            k: v.tobytes() for k, v in saved.items()
+        }
