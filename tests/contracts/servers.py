@@ -46,6 +46,9 @@ class Clusters:
         kind = (shards, threads, *sorted(more.items()))
         free = self._free.get(kind)
         hosts = free.pop() if free else self.launcher(shards, threads, **more)
+        for shard in range(hosts.count):  # a port that one has left may be somebody else's by now
+            if hosts.gone(shard, ""):
+                hosts.replace(shard, "")
 
         def opened() -> FlightCluster:
             return FlightCluster(tables, optimizer, hosts, seed=seed, pool=pool.Pool(1))

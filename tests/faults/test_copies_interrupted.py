@@ -18,6 +18,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.errors import SaveError
 from emberkeep.repository import Repository
 from emberkeep.rows import snapshot as snapshots
+from emberkeep.rows.saved_rows import SavesWithUpdate
 from emberkeep.rows.snapshot import freeze
 from emberkeep.tables import Adam, Table
 from tests.contracts.engine import grads_of, wanted_of
@@ -25,17 +26,29 @@ from tests.contracts.engine import grads_of, wanted_of
 ROWS, DIM = 640, 16
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    """The next push that copies rows ends where it makes room for them."""
-    fresh = snapshots._fresh
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], *, updating: bool = False
+) -> None:
+    """The next push that copies rows ends where it makes room for them, or just before it updates
+    them."""
+    if updating:
+        run = SavesWithUpdate.run
+
+        def interrupted(*_: Any) -> None:
+            monkeypatch.setattr(SavesWithUpdate, "run", run)
+            raise error("in the middle of a push")
+
+        monkeypatch.setattr(SavesWithUpdate, "run", interrupted)
+        return
+    room_for = snapshots.room_for
 
     def failing(*shape: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            return fresh(*shape)
-        monkeypatch.setattr(snapshots, "_fresh", fresh)
+            return room_for(*shape)
+        monkeypatch.setattr(snapshots, "room_for", room_for)
         raise error("in the middle of a push")
 
-    monkeypatch.setattr(snapshots, "_fresh", failing)
+    monkeypatch.setattr(snapshots, "room_for", failing)
 
 
 def rows_of(cluster: LocalCluster) -> dict[int, bytes]:
@@ -46,9 +59,10 @@ def rows_of(cluster: LocalCluster) -> dict[int, bytes]:
     }
 
 
+@pytest.mark.parametrize("updating", [False, True], ids=["making room", "updating"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_a_snapshot_without_some_rows_is_not_handed_out(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], updating: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
     (slab,) = cluster.shards[0].slabs
@@ -60,11 +74,11 @@ def test_a_snapshot_without_some_rows_is_not_handed_out(
 
     push(list(range(ROWS)))
     (taken,) = freeze([slab], since=None)
-    fail_once(monkeypatch, error)
+    fail_once(monkeypatch, error, updating=updating)
     with pytest.raises(error):
         push([3, 5, 7])
     push([11, 13])  # of a run that goes on
-    with pytest.raises(SaveError, match="a push ended while it copied rows"):
+    with pytest.raises(SaveError, match="a push ended, interrupted or without memory"):
         list(taken.chunks(64))
     taken.close([])
     state = rows_of(cluster)

@@ -113,19 +113,19 @@ def test_rows_that_steps_copy_for_a_version_are_what_it_costs(
 ) -> None:
     """A step that changes rows of a version under way copies them first, and takes longer."""
     stepped = threading.Event()
-    save_before, chunks = snapshot.Snapshot._save_before, snapshot.Snapshot.chunks
+    claim, chunks = snapshot.Snapshot._claim, snapshot.Snapshot.chunks
 
     clock = VirtualClock()
 
-    def slow_save(self: Any, written: Any) -> None:
+    def slow_claim(self: Any, written: Any) -> Any:
         clock.sleep(20)
-        save_before(self, written)
+        return claim(self, written)
 
     def late_chunks(self: Any, *given: Any) -> Iterator[Any]:
         assert stepped.wait(60)
         yield from chunks(self, *given)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_save_before", slow_save)
+    monkeypatch.setattr(snapshot.Snapshot, "_claim", slow_claim)
     monkeypatch.setattr(snapshot.Snapshot, "chunks", late_chunks)
     bags = ek.EmbeddingBags(
         [ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1), cluster=OnClock(clock)

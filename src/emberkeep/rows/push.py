@@ -10,7 +10,9 @@ import numpy as np
 
 from emberkeep._types import F32, I64, Planes, RowIds
 from emberkeep.errors import GradientError, IdError
-from emberkeep.kernels import optimizers
+from emberkeep.kernels import optimizers, recorded_updates
+from emberkeep.rows.saved_rows import SavesWithUpdate
+from emberkeep.runtime.pool import Pool
 from emberkeep.tables import SGD, Adagrad, Adam, Momentum, Optimizer, RowWiseAdagrad, Table
 
 Writer = Callable[..., object]
@@ -96,3 +98,21 @@ def update_call(
                 planes["second_moment"], planes.get("step", _NO_STEPS),
             )  # fmt: skip
     raise AssertionError(f"{optimizer!r} has no kernel")
+
+
+def apply_update(
+    call: tuple[Any, ...], watched: Recording | SavesWithUpdate | None, max_norm: float | None,
+    weight_RD: F32, over: Callable[..., object], pool: Pool,
+) -> None:  # fmt: skip
+    """Makes the call, and what is to be done beside it; `over` runs a kernel over all rows."""
+    write, rows, *args = call
+    if isinstance(watched, Recording):
+        recording = recorded_updates.RECORDING[write]
+        over(rows.size, recording, *watched.args, max_norm or 0.0, rows, *args)
+        return
+    if watched is not None:
+        watched.run(pool, write, (rows, *args))
+    else:
+        over(rows.size, write, rows, *args)
+    if max_norm is not None:
+        over(rows.size, optimizers.write_clip_rows, rows, max_norm, weight_RD)

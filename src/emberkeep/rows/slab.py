@@ -15,7 +15,7 @@ import numpy as np
 
 from emberkeep._types import F32, I64, U64, Planes, RowIds
 from emberkeep.errors import IdError, ShardLostError, StateError, TableFullError
-from emberkeep.kernels import batch_rows, initial_values, optimizers, recorded_updates, scatter
+from emberkeep.kernels import batch_rows, initial_values, scatter
 from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.prioritised_rows import PrioritisedRows
 from emberkeep.rows.priority import Priority, Ranking, Span, ranking
@@ -24,11 +24,13 @@ from emberkeep.rows.push import (
     Recording,
     Writer,
     WriteWatcher,
+    apply_update,
     not_finite,
     outside,
     update_call,
 )
 from emberkeep.rows.row_source import Arrays, RowSource
+from emberkeep.rows.saved_rows import SavesWithUpdate
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
@@ -45,6 +47,7 @@ _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_SCATTERED_NBYTES = 2**20
+_NONE: I64 = np.empty(0, np.int64)
 
 
 def slab_rows(tables: Sequence[Table], shard: int, shards: int) -> int:
@@ -318,27 +321,19 @@ class Slab:
     def push(self, push: Push, lr: float) -> None:
         """Applies a checked push: each row once, with its aggregated gradient."""
         wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
-        record = self._admit_all(wanted, found, push.unknown_T, updating=True)
+        watched = self._admit_all(wanted, found, push.unknown_T, updating=True)
         self.steps_T += 1
         places = self._places(found)
-        if record is None or record.fresh:
+        if not isinstance(watched, Recording) or watched.fresh:
             self._prepare(wanted, places)
         ranked = self.ranking
         if ranked is not None:
             ranked.updating(found, 0, found.size)
-        write, *args = update_call(
+        call = update_call(
             self.optimizer, self.planes, self.steps_T, wanted.offsets, places, grads_UD, lr
         )
-        max_norm = self.optimizer.max_norm
-        if record is not None:
-            self._over(
-                places.size, recorded_updates.RECORDING[write], *record.args, max_norm or 0.0, *args
-            )
-        else:
-            self._over(places.size, write, *args)
-            if max_norm is not None:
-                clip = (places, max_norm, self.planes["weight"])
-                self._over(places.size, optimizers.write_clip_rows, *clip)
+        weight_RD = self.planes["weight"]
+        apply_update(call, watched, self.optimizer.max_norm, weight_RD, self._over, self.pool)
         self._after_write(found, places)
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
@@ -533,24 +528,29 @@ class Slab:
         if self.recorder is not None:
             self.recorder.before_write(written)
 
+    def _before_update(self, written: I64) -> SavesWithUpdate | None:
+        """`_before_write` where an optimizer's kernel is to save the rows for the snapshot, too."""
+        return None if self.snapshot is None else self.snapshot.before_update(written)
+
     def _admit_all(
         self, wanted: RowIds, found: I64, unknown_T: Sequence[int], *, updating: bool = False
-    ) -> Recording | None:
+    ) -> Recording | SavesWithUpdate | None:
         """Lets the snapshot have the rows as they are, then gives new ids their slots.
 
-        If an optimizer is `updating` rows and its kernel shall record it, how.
+        If an optimizer is `updating` rows, what its kernel shall do beside that.
         """
-        if not self.slots:
-            if self.recorder is None or not updating or not found.size:
-                self._before_write(found)
-                return None
+        if self.recorder is not None and updating and found.size and not self.slots:
             if self.snapshot is not None:
                 self.snapshot.before_write(found)
             return self.recorder.before_update(found)
-        new = np.flatnonzero(found < 0)
-        self._before_write(found if not new.size else found[found >= 0])
+        together = updating and self.recorder is None and "used" not in self.planes
+        new = np.flatnonzero(found < 0) if self.slots else _NONE
+        if not together:
+            self._before_write(found if not new.size else found[found >= 0])
         for t, slots in self.slots.items():
             self._admit(t, slots, wanted, found, unknown_T[t])
+        if together:
+            return self._before_update(found)
         self._before_write(found[new])
         return None
 

@@ -19,14 +19,16 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from emberkeep._types import I64, U64, Array, Bools, Planes
+from emberkeep._types import I64, U64, Bools, Planes
 from emberkeep.errors import CancelledError, SaveError, ShardLostError
 from emberkeep.kernels import row_copies, scatter
+from emberkeep.kernels.saved_updates import MOST_PLANES
 from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
+from emberkeep.rows.saved_rows import Claimed, SavedRows, SavesWithUpdate, room_for
 from emberkeep.rows.tracker import SINCE_VERSION, Frozen, Tracker
-from emberkeep.runtime.memory import lazy_zeros, recycled
+from emberkeep.runtime.memory import lazy_zeros
 from emberkeep.runtime.pool import ForkLock, Job, Pool, shares
 
 # Rows copied, and words of bitmaps looked at, under one holding of the lock, where one is needed.
@@ -34,7 +36,6 @@ _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
 _CHUNK_NBYTES = 16 * 2**20
-_LARGE_NBYTES = 2**20
 # What a push has saved goes out as it is from so much on: to join it would be one more copy.
 _READY_NBYTES = 8 * 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
@@ -82,32 +83,6 @@ class CopiedRows:
     present: Bools
     ids: I64
     planes: Planes
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedRows:
-    """Rows of any tables as they were before a write, in its order."""
-
-    rows: I64
-    ids: I64 | None
-    """Who owned the slots of dynamic tables; None where there are none."""
-    present: Bools
-    planes: Planes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(values.nbytes for values in self.planes.values())
-
-    @property
-    def ready(self) -> bool:
-        """Whether chunks can be cut out of it as it is: few rows are joined with others first."""
-        return self.nbytes >= _READY_NBYTES and bool((self.rows[1:] > self.rows[:-1]).all())
-
-    def ids_of(self, table: TableRange, some: I64 | slice) -> I64:
-        """The ids of some of its rows, which are of that table."""
-        if table.ids is None or self.ids is None:
-            return table.ids_of(self.rows[some])
-        return self.ids[some]
 
 
 class FrozenRows(Protocol):
@@ -201,7 +176,7 @@ class Snapshot:
         # Of this life of the rows: a shard that is lost has others.
         self._touched, self._ids = holder.touched, holder.ids
         # What writers had to save, in the order of their rows.
-        self._saved: list[_SavedRows] = []
+        self._saved: list[SavedRows] = []
         self._handing = threading.Lock()
         # What the reader lists: rows, which of them are present, and which it may keep.
         self._listed: I64 = np.empty(0, np.int64)
@@ -211,7 +186,8 @@ class Snapshot:
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
         self._done = False
         self._lost: ShardLostError | None = None
-        self._failed: BaseException | None = None
+        # How many writers have claimed rows and not handed them over.
+        self._claims = 0
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze it, before anybody reads."""
@@ -228,16 +204,36 @@ class Snapshot:
     def before_write(self, written: I64) -> None:
         """Called by a writer that is about to change rows and holds the lock."""
         start = self._room.clock.monotonic()
-        try:
-            self._save_before(written)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        claimed = self._claim(written)
+        if claimed is not None:
+            saved = claimed.saved
+            later = self._source.take(saved.rows, saved.planes, self.holder.pool)
+            if later is not None:
+                later()
+            self._hand_over(saved)
         self.held_seconds += self._room.clock.monotonic() - start
 
-    def _save_before(self, written: I64) -> None:
-        if not written.size or self._failed is not None:
-            return
+    def before_update(self, written: I64) -> SavesWithUpdate | None:
+        """`before_write` for a writer with an optimizer's kernel, which saves the rows as well
+        where that is worth while: what is returned is to be run in its place."""
+        places = self._source.floats()
+        if places is None or len(places) > MOST_PLANES:
+            self.before_write(written)
+            return None
+        start = self._room.clock.monotonic()
+        claimed = self._claim(written)
+        self.held_seconds += self._room.clock.monotonic() - start
+        if claimed is None:
+            return None
+        done = partial(self._updated, written.size)
+        return SavesWithUpdate(claimed, places, done, self._room.clock)
+
+    def _claim(self, written: I64) -> Claimed | None:
+        """Which of the rows nobody has taken care of, and room for them: from now on it is up to
+        the writer, who hands them over. If it ends before, the save fails."""
+        if not written.size:
+            return None
+        self._claims += 1
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
         parts = shares(written.size, self.holder.pool.threads, LEAST_ROWS)
@@ -248,30 +244,35 @@ class Snapshot:
                 (self._first, self._second, self._touched, self._copied, written, rows, present),
             )
         )[0]
-        taken = sum(found)
+        firsts_P = np.cumsum([0, *found])
+        taken = int(firsts_P[-1])
         if not taken:
-            return
+            self._claims -= 1
+            return None
         if len(parts) > 1:
             places = [slice(start, start + n) for (start, _), n in zip(parts, found, strict=True)]
             rows = np.concatenate([rows[place] for place in places])
             present = np.concatenate([present[place] for place in places])
         rows, present = rows[:taken], present[:taken]
-        planes = {name: _fresh(taken, *shape) for name, shape in self._shapes.items()}
-        later = self._source.take(rows, planes, self.holder.pool)
-        if later is not None:
-            later()
-        part = _SavedRows(rows, self._ids[rows] if self._ids.size else None, present, planes)
-        with self._handing:
-            self._saved.append(part)
-            self._saved_nbytes += part.nbytes
-        self._room.change(part.nbytes)
+        planes = {name: room_for(taken, *shape) for name, shape in self._shapes.items()}
+        ids = self._ids[rows] if self._ids.size else None
+        return Claimed(parts, firsts_P, SavedRows(rows, ids, present, planes))
 
-    def _fail(self, error: BaseException) -> None:
-        """Rows that a writer meant to take are in nobody's hands: the save must not have an end
-        without them. All are part of the next one."""
-        self._failed = error.with_traceback(None)
-        self._done = True
-        self._room.change()
+    def _updated(self, written: int, saved: SavedRows, seconds: float) -> None:
+        """Rows were saved by the kernel that updated them and others, which took so long. Of that,
+        writers were held up for as much as the copies are of what it moved: it reads and writes
+        all planes, and reads a gradient."""
+        self._hand_over(saved)
+        gradient = saved.planes["weight"].nbytes
+        updated = (2 * saved.nbytes + gradient) * written / saved.rows.size
+        self.held_seconds += seconds * saved.nbytes / (saved.nbytes + updated)
+
+    def _hand_over(self, saved: SavedRows) -> None:
+        with self._handing:
+            self._saved.append(saved)
+            self._saved_nbytes += saved.nbytes
+        self._claims -= 1
+        self._room.change(saved.nbytes)
 
     def abandon(self, lost: ShardLostError) -> None:
         """Called with the lock held when the rows are gone: later reads get the error.
@@ -313,9 +314,12 @@ class Snapshot:
                 yield from _as_chunks(table, part)
                 if self._saved_nbytes >= _CHUNK_NBYTES or self._room.full:
                     yield from self._take_saved(rows)
-        with self.holder.lock:
-            pass  # all rows are taken care of, and the last writer has handed over what it saved
-        self._check_failed()
+        with self.holder.lock:  # all rows are taken care of, and no writer is at work
+            if self._claims and self._lost is None:
+                raise SaveError(
+                    "a push ended, interrupted or without memory, before it had copied rows for "
+                    "this save: save again"
+                )
         yield from self._take_saved(rows)
 
     def _fitting(self, table: TableRange, most: int) -> int:
@@ -325,15 +329,8 @@ class Snapshot:
         return max(1, min(most, _CHUNK_NBYTES // max(1, row_nbytes)))
 
     def _check_lost(self) -> None:
-        self._check_failed()
         if self._lost is not None:
             raise self._lost
-
-    def _check_failed(self) -> None:
-        if self._failed is not None:
-            raise SaveError(
-                f"a push ended while it copied rows for this save: {self._failed!r}; save again"
-            ) from self._failed
 
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
         """Copies rows until there is no room for more."""
@@ -405,21 +402,21 @@ class Snapshot:
         return CopiedRows(present[:count], copied, some), word
 
     def _empty(self, table: TableRange, rows: int) -> Planes:
-        return {name: _fresh(rows, *self._shapes[name]) for name in table.planes}
+        return {name: room_for(rows, *self._shapes[name]) for name in table.planes}
 
     def _take_saved(self, most: int) -> Iterator[Chunk]:
         """What writers had to save so far; it counts against the room until it was used."""
         while self._saved:
-            parts: list[_SavedRows] = []
+            parts: list[SavedRows] = []
             nbytes = 0
             with self._handing:
                 while self._saved and nbytes < _CHUNK_NBYTES:
                     parts.append(self._saved.pop())
                     nbytes += parts[-1].nbytes
                 self._saved_nbytes -= nbytes
-            few: list[_SavedRows] = []
+            few: list[SavedRows] = []
             while parts:  # one that was used is let go
-                if parts[-1].ready:
+                if _ready(parts[-1]):
                     yield from self._by_table(parts[-1].rows, most, partial(_cut_out, parts[-1]))
                 else:
                     few.append(parts[-1])
@@ -444,7 +441,7 @@ class Snapshot:
                 )
 
     def _joined(
-        self, parts: Sequence[_SavedRows], order: I64, table: TableRange, some: slice
+        self, parts: Sequence[SavedRows], order: I64, table: TableRange, some: slice
     ) -> CopiedRows:
         """Some rows of all parts, one after the other, in this order."""
         places = order[some]
@@ -457,7 +454,7 @@ class Snapshot:
             chosen = np.flatnonzero((places >= start) & (places < stop))
             own = places[chosen] - start
             present[chosen] = part.present[own]
-            ids[chosen] = part.ids_of(table, own)
+            ids[chosen] = _ids_of(part, table, own)
             for name, values in planes.items():
                 saved = part.planes[name]
                 if saved.itemsize % 4:
@@ -489,19 +486,22 @@ class Snapshot:
                     self.holder.ranking.put_back(self._ranked)
 
 
-def _fresh(rows: int, width: int, kind: np.dtype[Any]) -> Array:
-    """Room for rows of a plane. A large one has been used before: to have pages made for it takes
-    longer than to copy the rows."""
-    nbytes = rows * width * np.dtype(kind).itemsize
-    if nbytes < _LARGE_NBYTES:
-        return np.empty((rows, width), kind)
-    return np.frombuffer(recycled(nbytes), kind).reshape(rows, width)
+def _ready(part: SavedRows) -> bool:
+    """Whether chunks can be cut out of it as it is: few rows are joined with others first."""
+    return part.nbytes >= _READY_NBYTES and bool((part.rows[1:] > part.rows[:-1]).all())
 
 
-def _cut_out(part: _SavedRows, table: TableRange, some: slice) -> CopiedRows:
+def _ids_of(part: SavedRows, table: TableRange, some: I64 | slice) -> I64:
+    """The ids of some rows of a part, which are of that table."""
+    if table.ids is None or part.ids is None:
+        return table.ids_of(part.rows[some])
+    return part.ids[some]
+
+
+def _cut_out(part: SavedRows, table: TableRange, some: slice) -> CopiedRows:
     """Some rows of a part, which are of that table, where they are."""
     planes = {name: part.planes[name][some] for name in table.planes}
-    return CopiedRows(part.present[some], part.ids_of(table, some), planes)
+    return CopiedRows(part.present[some], _ids_of(part, table, some), planes)
 
 
 def _as_chunks(table: TableRange, part: CopiedRows) -> Iterator[Chunk]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import product
+from typing import Literal
 
 import numpy as np
 
@@ -35,10 +37,11 @@ def warm_up(optimizers: Sequence[Optimizer] = OPTIMIZERS) -> None:
     merge(ids, rows_UD, ids, rows_UD, pool)
     counts_ST, order = np.zeros((1, 2), np.int64), np.empty(4, np.int64)
     hash_index.route(ids.ids, ids.offsets, np.array([False, True]), 1, counts_ST, order)
-    for optimizer in optimizers:
+    ends: tuple[Literal["error", "evict_oldest"], ...] = ("error", "evict_oldest")
+    for optimizer, on_full in product(optimizers, ends):
         tables = [
             Table("fixed", rows=8, dim=4),
-            Table("dynamic", capacity=8, dim=4, on_full="evict_oldest"),
+            Table("dynamic", capacity=8, dim=4, on_full=on_full),
         ]
         shard = Shard(tables, optimizer, pool=pool)
         shard.track()

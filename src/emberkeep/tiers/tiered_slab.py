@@ -243,6 +243,9 @@ class TieredSlab(Slab):
     def source(self) -> TieredSlab:
         return self
 
+    def floats(self) -> None:
+        return None
+
     def take(self, wanted: I64, out: Planes, pool: Pool | None = None) -> Reading | None:
         """Copies rows out: those in frames at once, the others are read without the lock."""
         frames = np.empty(wanted.size, np.int64)
@@ -433,6 +436,9 @@ class TieredSlab(Slab):
             found, stamps = self.frames.row_of[frozen], self.frames.stamps[frozen]
             self.flushes.append_later(found, frozen, stamps, deleted=False)
             batch_rows.clear_bits(self.frames.frozen, frozen)
+
+    def _before_update(self, written: I64) -> None:
+        self._before_write(written)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         frames = self.frames.of(found)

@@ -1,0 +1,82 @@
+"""Rows that writers have saved for a snapshot, because they were about to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from emberkeep._types import F32, I64, Array, Bools, Planes
+from emberkeep.kernels import saved_updates
+from emberkeep.runtime.clock import Clock
+from emberkeep.runtime.memory import recycled
+from emberkeep.runtime.pool import Job, Pool
+
+_LARGE_NBYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Rows of any tables as they were before a write, in its order."""
+
+    rows: I64
+    ids: I64 | None
+    """Who owned the slots of dynamic tables; None where there are none."""
+    present: Bools
+    planes: Planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.planes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Rows that a writer is to save before it changes them, and room for their planes."""
+
+    parts: list[tuple[int, int]]
+    """The ranges of what is written that threads work on."""
+    firsts_P: I64
+    """Where those of each range begin."""
+    saved: SavedRows
+
+
+@dataclass(frozen=True, slots=True)
+class SavesWithUpdate:
+    """Claimed rows that the kernel which updates them saves, too: `run` it, once."""
+
+    claimed: Claimed
+    planes: Mapping[str, F32]
+    """Where the rows are, as floats."""
+    done: Callable[[SavedRows, float], None]
+    """Called with what was saved, and how many seconds the update has taken."""
+    clock: Clock
+
+    def run(self, pool: Pool, write: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Has the optimizer's kernel update the rows that are `written`, its first argument, and
+        save the claimed ones before."""
+        claimed = self.claimed
+        starts_P = np.array([start for start, _ in claimed.parts], np.int64)
+        places = [self.planes[name] for name in claimed.saved.planes]
+        copies = [values.view(np.float32) for values in claimed.saved.planes.values()]
+        missing = [saved_updates.NO_PLANE] * (saved_updates.MOST_PLANES - len(places))
+        job = Job(
+            saved_updates.SAVING[write],
+            claimed.parts,
+            (starts_P, claimed.firsts_P, claimed.saved.rows, *places, *missing, *copies, *missing,
+             *args),
+        )  # fmt: skip
+        start = self.clock.monotonic()
+        pool.together(job)
+        self.done(claimed.saved, self.clock.monotonic() - start)
+
+
+def room_for(rows: int, width: int, kind: np.dtype[Any]) -> Array:
+    """Room for rows of a plane. A large one has been used before: to have pages made for it takes
+    longer than to copy the rows."""
+    nbytes = rows * width * np.dtype(kind).itemsize
+    if nbytes < _LARGE_NBYTES:
+        return np.empty((rows, width), kind)
+    return np.frombuffer(recycled(nbytes), kind).reshape(rows, width)
