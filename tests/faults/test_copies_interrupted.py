@@ -15,7 +15,7 @@ import torch
 import emberkeep as ek
 from emberkeep.blobs import open_store
 from emberkeep.cluster.local.local_cluster import LocalCluster, local
-from emberkeep.errors import SaveError
+from emberkeep.errors import SaveError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.rows import snapshot as snapshots
 from emberkeep.rows.saved_rows import SavesWithUpdate
@@ -91,6 +91,62 @@ def test_a_snapshot_without_some_rows_is_not_handed_out(
     }
     assert read == state
     again.close([])
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "in later pushes"])
+def test_a_save_that_has_failed_goes_no_further(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader stops at the next chunk, and nothing is copied for it any more."""
+    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
+    (slab,) = cluster.shards[0].slabs
+    slab.track()
+
+    def push(ids: list[int]) -> None:
+        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
+        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
+
+    push(list(range(ROWS)))
+    (taken,) = freeze([slab], since=None)
+    chunks = taken.chunks(64)
+    next(chunks)
+    fail_once(monkeypatch, MemoryError, updating=True)
+    with pytest.raises(MemoryError):
+        push([300])
+    if later:
+        push([301, 302])
+    assert not taken._saved
+    with pytest.raises(SaveError, match="a push ended"):
+        next(chunks)
+    taken.close([])
+
+
+def test_a_loss_does_not_hide_rows_that_nobody_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has come to the end when a push fails, and the shard is dropped for it."""
+    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
+    (slab,) = cluster.shards[0].slabs
+    slab.track()
+
+    def push(ids: list[int]) -> None:
+        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
+        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
+
+    push(list(range(ROWS)))
+    (taken,) = freeze([slab], since=None)
+    copy = taken._copy
+
+    def failing(*given: Any) -> Any:
+        fail_once(monkeypatch, MemoryError, updating=True)
+        with pytest.raises(MemoryError):
+            push([3])
+        found = copy(*given)  # all others
+        cluster.kill(0)
+        return found
+
+    monkeypatch.setattr(taken, "_copy", failing)
+    monkeypatch.setattr(taken, "_check_lost", lambda: None)  # as if it had been asked before
+    with pytest.raises(ShardLostError):
+        list(taken.chunks(ROWS))
 
 
 def test_it_is_no_version_and_the_next_one_has_all_rows(

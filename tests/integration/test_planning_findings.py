@@ -117,9 +117,9 @@ def test_rows_that_steps_copy_for_a_version_are_what_it_costs(
 
     clock = VirtualClock()
 
-    def slow_claim(self: Any, written: Any) -> Any:
+    def slow_claim(self: Any, *given: Any) -> Any:
         clock.sleep(20)
-        return claim(self, written)
+        return claim(self, *given)
 
     def late_chunks(self: Any, *given: Any) -> Iterator[Any]:
         assert stepped.wait(60)

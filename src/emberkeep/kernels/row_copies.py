@@ -67,7 +67,8 @@ def list_slice(
 
 @kernel
 def claim(rows: I64, copied: U64, claimed: Bools) -> int:
-    """Sets the bits of ascending rows; says of each whether nobody had set it, and how many."""
+    """Sets the bits of rows; says of each, where they ascend, whether nobody had set it, and of
+    how many."""
     count = i = 0
     while i < rows.size:
         word = rows[i] >> 6
@@ -97,7 +98,7 @@ def take_before_write(
     present: Bools,
 ) -> int:
     """Of the rows start..stop that are about to be written, takes those that are selected and not
-    yet copied: they stand from `start` on. No row is given twice.
+    yet copied: they stand from `start` on. No row is given twice; -1 is none.
 
     With every touched row selected, a row that is not touched yet is marked as taken care of: it
     begins after the freeze and must not be found later.
@@ -106,6 +107,8 @@ def take_before_write(
     at = start
     for i in range(start, stop):
         row = written[i]
+        if row < 0:
+            continue
         word = row >> 6
         bit = _ONE << np.uint64(row & 63)
         if copied[word] & bit:

@@ -24,8 +24,8 @@ from emberkeep.kernels.optimizers import adagrad, adam, momentum, row_wise_adagr
 MOST_PLANES = 4
 NO_PLANE: F32 = np.empty((0, 0), np.float32)
 
-# Rows that are updated at a time: they and their gradients fit the first cache.
-_BLOCK = 256
+# What is read of rows and gradients that are updated at a time: less than the second cache holds.
+_BLOCK_NBYTES = 128 * 2**10
 
 
 @inline
@@ -53,25 +53,30 @@ def _save(
     start: int, stop: int, starts_P: I64, firsts_P: I64, saved_S: I64,
     a_RV: F32, b_RV: F32, c_RV: F32, d_RV: F32, a_SV: F32, b_SV: F32, c_SV: F32, d_SV: F32,
     rows: I64, *args: Any,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     at = 0
     for p in range(starts_P.size):
         if starts_P[p] == start:
             at = firsts_P[p]
-    for first in range(start, stop, _BLOCK):
-        last = min(first + _BLOCK, stop)
+    before = at
+    columns = 2 * a_RV.shape[1] + b_RV.shape[1] + c_RV.shape[1] + d_RV.shape[1]
+    block = max(16, _BLOCK_NBYTES // (4 * columns))
+    for first in range(start, stop, block):
+        last = min(first + block, stop)
         _copy(first, last, stop, rows, saved_S, at, b_RV, b_SV)
         _copy(first, last, stop, rows, saved_S, at, c_RV, c_SV)
         _copy(first, last, stop, rows, saved_S, at, d_RV, d_SV)
         at = _copy(first, last, stop, rows, saved_S, at, a_RV, a_SV)
         update(first, last, rows, *args)  # type: ignore[name-defined]  # noqa: F821
     fence()
+    return at - before
 
 
 def _saving(update: Callable[..., Any]) -> Callable[..., Any]:
     """The writer of a kernel that copies those of the `rows` that are `saved_S`, a part of them in
     the same order, and updates all: what part p of the call copies goes to `firsts_P[p]` on. A
-    row's planes are `a_RV` to `d_RV`, or fewer."""
+    row's planes are `a_RV` to `d_RV`, or fewer; `a_RV` is as wide as a gradient. The result is how
+    many rows a part has copied."""
     return writer(variant(_save, f"save_{update.__name__}", update=update))
 
 

@@ -39,7 +39,7 @@ class Claimed:
     parts: list[tuple[int, int]]
     """The ranges of what is written that threads work on."""
     firsts_P: I64
-    """Where those of each range begin."""
+    """Where those of each range begin, and where the last ones end."""
     saved: SavedRows
 
 
@@ -69,7 +69,9 @@ class SavesWithUpdate:
              *args),
         )  # fmt: skip
         start = self.clock.monotonic()
-        pool.together(job)
+        copied = pool.together(job)[0]
+        if copied != np.diff(claimed.firsts_P).tolist():
+            raise AssertionError("the rows that were claimed are not among those that were updated")
         self.done(claimed.saved, self.clock.monotonic() - start)
 
 

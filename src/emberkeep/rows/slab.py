@@ -9,6 +9,7 @@ fact last looked).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,6 @@ _LEAST_ROWS = 256
 # Whole rows come from threads that read and decode beside: they have better use for the cores.
 _LEAST_NBYTES = 4 * 2**20
 _LEAST_SCATTERED_NBYTES = 2**20
-_NONE: I64 = np.empty(0, np.int64)
 
 
 def slab_rows(tables: Sequence[Table], shard: int, shards: int) -> int:
@@ -128,6 +128,7 @@ class Slab:
             self.ids = lazy_zeros((self.rows,), np.int64)
         if any(table.on_full == "evict_oldest" for table in self.tables):
             self.planes["used"] = lazy_zeros((self.rows, 1), np.int64)
+        self.saves_with_update = "used" not in self.planes  # which changes before that
         self._empty_slots()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -320,6 +321,10 @@ class Slab:
 
     def push(self, push: Push, lr: float) -> None:
         """Applies a checked push: each row once, with its aggregated gradient."""
+        with self.snapshot or nullcontext():
+            self._push(push, lr)
+
+    def _push(self, push: Push, lr: float) -> None:
         wanted, found, grads_UD = push.wanted, push.rows, push.grads_UD
         watched = self._admit_all(wanted, found, push.unknown_T, updating=True)
         self.steps_T += 1
@@ -329,11 +334,9 @@ class Slab:
         ranked = self.ranking
         if ranked is not None:
             ranked.updating(found, 0, found.size)
-        call = update_call(
-            self.optimizer, self.planes, self.steps_T, wanted.offsets, places, grads_UD, lr
-        )
-        weight_RD = self.planes["weight"]
-        apply_update(call, watched, self.optimizer.max_norm, weight_RD, self._over, self.pool)
+        optimizer, planes = self.optimizer, self.planes
+        call = update_call(optimizer, planes, self.steps_T, wanted.offsets, places, grads_UD, lr)
+        apply_update(call, watched, optimizer.max_norm, planes["weight"], self._over, self.pool)
         self._after_write(found, places)
         if ranked is not None:
             ranked.updated(found, wanted.offsets)
@@ -528,31 +531,29 @@ class Slab:
         if self.recorder is not None:
             self.recorder.before_write(written)
 
-    def _before_update(self, written: I64) -> SavesWithUpdate | None:
-        """`_before_write` where an optimizer's kernel is to save the rows for the snapshot, too."""
-        return None if self.snapshot is None else self.snapshot.before_update(written)
-
     def _admit_all(
         self, wanted: RowIds, found: I64, unknown_T: Sequence[int], *, updating: bool = False
     ) -> Recording | SavesWithUpdate | None:
-        """Lets the snapshot have the rows as they are, then gives new ids their slots.
-
-        If an optimizer is `updating` rows, what its kernel shall do beside that.
-        """
+        """Gives new ids their slots, and lets the snapshot have the rows as they were: if an
+        optimizer is `updating` rows, by what its kernel shall do beside that."""
         if self.recorder is not None and updating and found.size and not self.slots:
             if self.snapshot is not None:
                 self.snapshot.before_write(found)
             return self.recorder.before_update(found)
-        together = updating and self.recorder is None and "used" not in self.planes
-        new = np.flatnonzero(found < 0) if self.slots else _NONE
-        if not together:
+        new = np.flatnonzero(found < 0) if self.slots else found[:0]
+        with_update = updating and self.saves_with_update and self.recorder is None
+        watched = None
+        if not with_update:
             self._before_write(found if not new.size else found[found >= 0])
+        elif self.snapshot is not None:
+            watched = self.snapshot.before_update(found)
         for t, slots in self.slots.items():
             self._admit(t, slots, wanted, found, unknown_T[t])
-        if together:
-            return self._before_update(found)
-        self._before_write(found[new])
-        return None
+        if not with_update:
+            self._before_write(found[new])
+        elif self.snapshot is not None:
+            self.snapshot.before_insert(found[new])
+        return watched
 
     def _admit(self, t: int, slots: Slots, wanted: RowIds, found: I64, unknown: int) -> None:
         """Gives the unknown ids of table t slots, evicting the oldest rows where it must."""

@@ -36,6 +36,8 @@ _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
 _CHUNK_NBYTES = 16 * 2**20
+# Rows of a push that a thread updates and saves.
+_LEAST_UPDATED = 256
 # What a push has saved goes out as it is from so much on: to join it would be one more copy.
 _READY_NBYTES = 8 * 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
@@ -186,8 +188,10 @@ class Snapshot:
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
         self._done = False
         self._lost: ShardLostError | None = None
-        # How many writers have claimed rows and not handed them over.
+        # How many writers have claimed rows and not handed them over: one at a time, unless it has
+        # ended.
         self._claims = 0
+        self._failed = False
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze it, before anybody reads."""
@@ -204,39 +208,44 @@ class Snapshot:
     def before_write(self, written: I64) -> None:
         """Called by a writer that is about to change rows and holds the lock."""
         start = self._room.clock.monotonic()
-        claimed = self._claim(written)
-        if claimed is not None:
-            saved = claimed.saved
-            later = self._source.take(saved.rows, saved.planes, self.holder.pool)
-            if later is not None:
-                later()
-            self._hand_over(saved)
+        with self:
+            claimed = self._claim(written)
+            if claimed is not None:
+                saved = claimed.saved
+                later = self._source.take(saved.rows, saved.planes, self.holder.pool)
+                if later is not None:
+                    later()
+                self._hand_over(saved)
         self.held_seconds += self._room.clock.monotonic() - start
 
     def before_update(self, written: I64) -> SavesWithUpdate | None:
-        """`before_write` for a writer with an optimizer's kernel, which saves the rows as well
-        where that is worth while: what is returned is to be run in its place."""
+        """`before_write` for a writer with an optimizer's kernel. What is returned is to be run in
+        place of that kernel, and saves the rows as well. Ids that are new have no row yet: -1."""
         places = self._source.floats()
         if places is None or len(places) > MOST_PLANES:
             self.before_write(written)
             return None
         start = self._room.clock.monotonic()
-        claimed = self._claim(written)
+        claimed = self._claim(written, _LEAST_UPDATED)
         self.held_seconds += self._room.clock.monotonic() - start
         if claimed is None:
             return None
         done = partial(self._updated, written.size)
         return SavesWithUpdate(claimed, places, done, self._room.clock)
 
-    def _claim(self, written: I64) -> Claimed | None:
+    def before_insert(self, rows: I64) -> None:
+        """Called by a writer that holds the lock: these rows are given to new ids."""
+        row_copies.claim(rows, self._copied, np.empty(rows.size, np.bool_))
+
+    def _claim(self, written: I64, least: int | None = None) -> Claimed | None:
         """Which of the rows nobody has taken care of, and room for them: from now on it is up to
         the writer, who hands them over. If it ends before, the save fails."""
-        if not written.size:
+        if self._failed or not written.size:
             return None
         self._claims += 1
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
-        parts = shares(written.size, self.holder.pool.threads, LEAST_ROWS)
+        parts = shares(written.size, self.holder.pool.threads, least or LEAST_ROWS)
         found = self.holder.pool.together(
             Job(
                 row_copies.write_take_before_write,
@@ -258,10 +267,20 @@ class Snapshot:
         ids = self._ids[rows] if self._ids.size else None
         return Claimed(parts, firsts_P, SavedRows(rows, ids, present, planes))
 
+    def __enter__(self) -> None:
+        """Entered by a writer that holds the lock, until it has ended."""
+
+    def __exit__(self, *_: object) -> None:
+        """If rows are in the writer's hands still, it has ended with an error: the save fails, and
+        nothing is copied for it any more."""
+        if self._claims and not self._failed:
+            self._failed = self._done = True
+            self._room.change()
+
     def _updated(self, written: int, saved: SavedRows, seconds: float) -> None:
-        """Rows were saved by the kernel that updated them and others, which took so long. Of that,
-        writers were held up for as much as the copies are of what it moved: it reads and writes
-        all planes, and reads a gradient."""
+        """Rows were saved by the kernel that updated them and others, which took so long. Writers
+        were held up, by estimate, for as much of it as the copies are of the bytes that it moved:
+        it reads and writes all planes, and reads a gradient."""
         self._hand_over(saved)
         gradient = saved.planes["weight"].nbytes
         updated = (2 * saved.nbytes + gradient) * written / saved.rows.size
@@ -315,11 +334,7 @@ class Snapshot:
                 if self._saved_nbytes >= _CHUNK_NBYTES or self._room.full:
                     yield from self._take_saved(rows)
         with self.holder.lock:  # all rows are taken care of, and no writer is at work
-            if self._claims and self._lost is None:
-                raise SaveError(
-                    "a push ended, interrupted or without memory, before it had copied rows for "
-                    "this save: save again"
-                )
+            self._check_claims()
         yield from self._take_saved(rows)
 
     def _fitting(self, table: TableRange, most: int) -> int:
@@ -331,6 +346,19 @@ class Snapshot:
     def _check_lost(self) -> None:
         if self._lost is not None:
             raise self._lost
+        if self._failed:
+            self._check_claims()
+
+    def _check_claims(self) -> None:
+        """Raises, while no writer is at work, if one has ended with rows in its hands."""
+        if not self._claims:
+            return
+        if self._lost is not None:
+            raise self._lost
+        raise SaveError(
+            "a push ended, interrupted or without memory, before it had copied rows for this save; "
+            "all rows are part of the next one: save again"
+        )
 
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
         """Copies rows until there is no room for more."""

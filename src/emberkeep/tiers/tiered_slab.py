@@ -91,6 +91,7 @@ class TieredSlab(Slab):
         super().__init__(
             tables, optimizer, shard=shard, shards=shards, seed=seed, pool=pool, lock=lock
         )
+        self.saves_with_update = False
         self.frames = self._new_frames(self.planes["weight"].shape[0])
         self.positions = lazy_zeros((self.rows,), np.uint32)  # of the newest record, plus one
         framed = [plane for name, plane in self.planes.items() if name != "used"]
@@ -436,9 +437,6 @@ class TieredSlab(Slab):
             found, stamps = self.frames.row_of[frozen], self.frames.stamps[frozen]
             self.flushes.append_later(found, frozen, stamps, deleted=False)
             batch_rows.clear_bits(self.frames.frozen, frozen)
-
-    def _before_update(self, written: I64) -> None:
-        self._before_write(written)
 
     def _remove(self, table: int, ids: I64, found: I64) -> None:
         frames = self.frames.of(found)
