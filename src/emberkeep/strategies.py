@@ -89,6 +89,11 @@ def _spec(
                 f"job= expects {job.expected_restores} restores: leave out expected_restores=, or "
                 "job="
             )
+        if bits is not None and not isinstance(bits, Mapping):
+            raise ConfigError(
+                f"job= expects {job.expected_restores} restores, which choose the bits: leave out "
+                "bits=, or job="
+            )
         expected_restores = job.expected_restores
     widths = None
     if isinstance(bits, Mapping):

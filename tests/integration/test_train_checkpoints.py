@@ -18,7 +18,7 @@ from emberkeep.train.loop import run
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig, demo
 
-SMALL = [
+PLAIN = [
     "data.samples=2000",
     "data.rows_total=1000",
     "run.batch_size=100",
@@ -26,8 +26,8 @@ SMALL = [
     "model.bottom=[8]",
     "model.top=[8]",
     "tables.dim=4",
-    "checkpoint.every=4 steps",
 ]
+SMALL = [*PLAIN, "checkpoint.every=4 steps"]
 
 
 def settings(path: Path, *overrides: str) -> RunConfig:
@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_twice_comes_to_the_same_result(
     tmp_path: Path, optimizer: str
 ) -> None:
     kind = f"optimizer.kind={optimizer}"
-    whole = run(demo([*SMALL, kind]))
+    whole = run(demo([*PLAIN, kind]))
     assert whole.checkpoints is None
     given = settings(tmp_path / "run", kind)
     first = interrupted(given, 7)
@@ -191,7 +191,7 @@ def test_failures_under_parity_leave_no_trace() -> None:
 def test_widths_are_measured_on_samples_that_come_next_and_nothing_is_changed(
     tmp_path: Path,
 ) -> None:
-    plain = run(demo(SMALL))
+    plain = run(demo(PLAIN))
     given = settings(
         tmp_path / "run", "checkpoint.accuracy_budget=1e-3", "checkpoint.calibrate_at=6",
         "checkpoint.calibration_samples=300",
@@ -220,7 +220,7 @@ def test_a_budget_that_comes_when_few_samples_are_left_ends_no_run(tmp_path: Pat
     with pytest.warns(UserWarning, match="too few .* versions stay exact"):
         ended = run(late, hooks=[recorder])
     assert ended.resumed_step == 12
-    assert same(ended, run(demo(SMALL)))
+    assert same(ended, run(demo(PLAIN)))
     assert "calibrated" not in [event for event, _ in recorder.events]
 
 
@@ -238,7 +238,7 @@ def test_too_late_a_calibration_is_refused_before_anything_is_trained(
 
 def test_a_run_moves_to_another_disk_by_its_mirror(tmp_path: Path) -> None:
     mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
-    whole = run(demo(SMALL))
+    whole = run(demo(PLAIN))
     interrupted(settings(tmp_path / "run", mirror), 9)
     result = run(settings(tmp_path / "other", mirror, "checkpoint.mirror_every=8 steps"))
     assert result.resumed_step is not None

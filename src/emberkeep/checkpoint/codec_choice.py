@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from emberkeep._types import Json
 from emberkeep.checkpoint.spec import VersionSpec
 from emberkeep.codecs import Codec, NonNegative, Quantized
 from emberkeep.codecs.table_codecs import key_of
@@ -58,6 +60,11 @@ def choose(spec: VersionSpec, restores: int) -> Choice:
         chosen |= {plane: NonNegative() for plane in OPTIMIZER_PLANES}
         why += "; quantize_optimizer was given"
     return Choice(codecs=chosen, why=why)
+
+
+def has_optimizer_planes(tables: Mapping[str, Json]) -> bool:
+    """Whether a table has a plane that `quantize_optimizer` is for."""
+    return any(plane in OPTIMIZER_PLANES for table in tables.values() for plane in table["planes"])
 
 
 def _quantized(spec: VersionSpec, bits: int) -> Quantized:

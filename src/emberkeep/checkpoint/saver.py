@@ -42,13 +42,7 @@ from emberkeep.checkpoint.targets import (
 )
 from emberkeep.checkpoint.version_files import write_bundles, write_pieces
 from emberkeep.checkpoint.widths import Widths, check_tables, is_lossy, loses
-from emberkeep.errors import (
-    CancelledError,
-    FencedError,
-    FullError,
-    SaveError,
-    ShardLostError,
-)
+from emberkeep.errors import CancelledError, FencedError, FullError, SaveError, ShardLostError
 from emberkeep.repository import Draft, Manifest, Pin, Repository, VersionId
 from emberkeep.repository.grid.catalog import Catalog, grid_of, newest_catalog
 from emberkeep.repository.grid.catalog_ahead import CatalogAhead
@@ -398,6 +392,10 @@ class Checkpointer(TakesOver, BackgroundSaver[Manifest]):
         if on_servers:
             # Before anybody writes: a server that was replaced may be where the path is another's.
             check_holders(self.subject, draft.url, self.repository.id)
+        # Servers extract a grid at any time: what this process writes has a part of its own then.
+        in_grid = "grid" in (self.spec.layout, save.spec.layout)
+        is_local = sum(map(len, save.frozen)) > len(on_servers)
+        self._bandwidth.divide(max(1, len(on_servers) + (in_grid or is_local)))
         with Crew(max(1, len(on_servers)), "emberkeep-write", clock=self._clock) as threads:
             writing: list[Future[None]] = []
             errors: list[BaseException | None] = []
@@ -406,7 +404,7 @@ class Checkpointer(TakesOver, BackgroundSaver[Manifest]):
                     written = threads.submit(
                         rows.write, draft, save.codecs, threads=settings.threads,
                         nice=settings.nice, piece_nbytes=settings.piece_nbytes, cancelled=cancelled,
-                        most_mb_per_second=self._bandwidth.share(len(on_servers)),
+                        most_mb_per_second=self._bandwidth.share(),
                         background_share=self._budget.share,
                         grid=list(self.repository.tables) if save.in_grid else None,
                     )  # fmt: skip
@@ -419,6 +417,8 @@ class Checkpointer(TakesOver, BackgroundSaver[Manifest]):
                 cancelled.set()
                 errors.append(raised)
             errors += [written.exception() for written in writing]
+        if not in_grid:
+            self._bandwidth.divide(1)
         # What was given up because of another error says nothing.
         for error in sorted(filter(None, errors), key=lambda e: isinstance(e, CancelledError))[:1]:
             raise error

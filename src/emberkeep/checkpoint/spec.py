@@ -13,7 +13,7 @@ from emberkeep.codecs import Quantized
 from emberkeep.errors import ConfigError
 from emberkeep.repository import DEFAULT_RETENTION, RetentionPolicy
 from emberkeep.repository.pieces import PIECE_NBYTES
-from emberkeep.repository.policies import Grid, Layout, Predictor
+from emberkeep.repository.policies import Grid, Layout, Predictor, bits_for
 from emberkeep.rows.priority import Priority
 from emberkeep.runtime.bandwidth import check_rate
 from emberkeep.runtime.core_time import check_share
@@ -37,7 +37,9 @@ class VersionSpec:
       widths keep it.
     - `bins` and `range_ratio` are those of the search for the range of a row, for 4 bits and fewer
       (`Quantized`, where it is `ratio`); by default the paper's.
-    - `quantize_optimizer` stores accumulators in 8 bits too, row-wise ones in 16.
+    - `quantize_optimizer` stores Adagrad's accumulators and Adam's second moments in 8 bits too,
+      row-wise accumulators in 16. Momentum and first moments stay float32; a keeper warns where
+      no table has a plane that this is for.
     - `priority` saves the rows that matter most between whole versions: of every
       `priority.rounds` saves the first is whole, as `layout` says, the others are prioritised.
       Those hold no instant: they bring single shards back, nothing else.
@@ -91,6 +93,13 @@ class VersionSpec:
             )
         if self.bins is not None or self.range_ratio is not None:
             if not self._searches:
+                expected = self.expected_restores
+                if expected is not None and self.widths is None:
+                    raise ConfigError(
+                        "bins= and range_ratio= are for weights of 4, 3 or 2 bits, and "
+                        f"{expected} expected restores need {bits_for(expected, 0)}: leave them "
+                        "out, or give bits="
+                    )
                 raise ConfigError(
                     "bins= and range_ratio= are for weights of 4, 3 or 2 bits: give bits=, "
                     "expected_restores= or accuracy_budget=, or leave them out"
@@ -110,9 +119,13 @@ class VersionSpec:
     def _searches(self) -> bool:
         """Whether the range of some row may be searched for: at 8 bits a narrower one is no help.
         Which widths a budget comes to is not known before."""
-        if self.widths is not None and self.accuracy_budget is None:
+        if self.accuracy_budget is not None:
+            return True
+        if self.widths is not None:
             return any(width.bits not in (None, 8) for width in self.widths.tables.values())
-        return self.bits != 8 and self.quantizes
+        if self.expected_restores is not None:
+            return bits_for(self.expected_restores, 0) != 8
+        return self.bits not in (None, 8)
 
     @property
     def quantizes(self) -> bool:

@@ -150,12 +150,12 @@ def shard_view(cluster: Cluster, shard: int, names: Mapping[str, str] | None = N
 
 
 def extractor_of(subject: Subject, url: str, bandwidth: Bandwidth, shard: int) -> Remote | None:
-    """Who prepares rounds of extraction in the part of a shard, if it is not this process."""
+    """Who prepares rounds of extraction in the part of a shard, if it is not this process; with
+    one of the parts of `bandwidth`, which is that of its saves, too."""
     for part in view_of(subject).parts:
         target = part.target
         if not isinstance(target, ExtractsItself) or not target.reaches(url):
             continue
         if shard < target.shard_count:
-            rate = bandwidth.share(target.shard_count)
-            return partial(target.extract, url, most_mb_per_second=rate)
+            return partial(target.extract, url, most_mb_per_second=bandwidth.share())
     return None

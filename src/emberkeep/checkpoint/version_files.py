@@ -41,8 +41,8 @@ def write_pieces(
 def write_held(
     files: FileWriter, frozen: Sequence[FrozenRows], codecs: Mapping[str, Codec], *, threads: int,
     nice: int, piece_nbytes: int, shard: int, cancelled: threading.Event,
-    most_mb_per_second: float | None, background_share: float | None, clock: Clock,
-    birth: int, grid: Sequence[str] | None,
+    bandwidth: Bandwidth, background_share: float | None, clock: Clock, birth: int,
+    grid: Sequence[str] | None,
 ) -> float:  # fmt: skip
     """`write_pieces` for a process that holds rows of another's run, or `write_bundles` if tables
     of a `grid` are given; the core-seconds that it took.
@@ -52,7 +52,6 @@ def write_held(
     """
     cores = CoreTime()
     budget = Budget(background_share, cores, clock=clock)
-    bandwidth = Bandwidth(most_mb_per_second, clock=clock)
     pool = CountedPool(threads, cores, nice=nice)
 
     def write() -> None:

@@ -69,7 +69,8 @@ def check_tables(widths: Widths | None, tables: Iterable[str]) -> None:
     if unknown:
         raise ConfigError(
             f"bits= names table {unknown[0]!r}, and the model has "
-            f"{', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
+            f"{', '.join(known[:6])}{', ...' if len(known) > 6 else ''}: "
+            "name one of these, or leave it out"
         )
 
 

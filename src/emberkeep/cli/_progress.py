@@ -147,8 +147,9 @@ class _Telling(Hook):
         elif event == "bandwidth":
             seconds = details["shortest_interval_seconds"]
             say(
-                f"at {details['most_mb_per_second']:g} MB/s a version of all rows takes up to "
-                f"{seconds:,.1f} s: the shortest interval"
+                f"at {details['most_mb_per_second']:g} MB/s a version of all rows, with "
+                f"prioritised ones up to the next, takes about {seconds:,.1f} s: the shortest "
+                "interval"
             )
         elif event == "finished":
             say(f"this training is finished: nothing is left to train; {details['start_over']}")

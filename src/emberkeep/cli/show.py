@@ -62,6 +62,9 @@ def show(
     emit("")
     _print_tables(described["tables"])
     emit("")
+    if described["version"]["widths"]:
+        _print_widths(described["version"]["widths"])
+        emit("")
     _print_files(described["files"])
     emit("")
     storage = described["storage"]
@@ -157,6 +160,22 @@ def _print_tables(tables: list[dict[str, Any]]) -> None:
         rows,
         right=("ids", "rows here", "deleted", "width", "about"),
     )
+
+
+def _print_widths(widths: dict[str, Any]) -> None:
+    """Those that were given or measured, with their reasons: an exact version carries them too."""
+    rows = [
+        (
+            name,
+            f"{width['bits']} bits" if width["bits"] else "exact",
+            "quantized" if width["optimizer"] else "exact",
+            width["why"],
+        )
+        for name, width in widths["tables"].items()
+    ]
+    print_table(["widths of", "weight", "optimizer", "because"], rows)
+    if widths["why"]:
+        emit(f"  {widths['why']}")
 
 
 def _print_files(files: list[dict[str, Any]]) -> None:

@@ -48,7 +48,10 @@ def calibrate(
 
     What the optimizer remembers shows in later steps alone. So it is stored exactly, unless `trial`
     trains a few steps, always on the same batches and not those of the keeper's reader: then it is
-    quantized where the loss after them grows by no more than the budget.
+    quantized where the loss after them, from what a restore brings back of weights and optimizer
+    together, exceeds that after the same steps from exact rows by no more than the budget.
+
+    Tables that have no trained rows yet stay exact, which is warned of.
 
     Afterwards everything is to the bit as it was, and the next version is a baseline. The widths
     are in every manifest from then on (`emberkeep show`), with the reason for each, and a run that
@@ -61,10 +64,13 @@ def calibrate(
     assert budget is not None
     saver.join()  # rows have one snapshot at a time
     trials = _Trials(keeper, validate, trial, spec)
-    with trials:
-        widths = trials.weights(budget, spec.expected_restores or 1, sorted({*candidates}))
-        if trial is not None:
-            widths = trials.optimizers(widths)
+    try:
+        with trials:
+            widths = trials.weights(budget, spec.expected_restores or 1, sorted({*candidates}))
+            if trial is not None:
+                widths = trials.optimizers(widths)
+    finally:
+        keeper._ledger.step = keeper.steps  # the next one begins here: trials are no part of it
     saver.use_widths(widths)
     keeper._tell("calibrated", widths.to_dict())
     return widths
@@ -159,6 +165,7 @@ class _Trials:
             (_TableRows(name, chunks) for name, chunks in found.items() if chunks),
             key=lambda table: -table.nbytes,
         )
+        self._untrained = sorted(name for name, chunks in found.items() if not chunks)
         self._dense = self._parts.dense.capture([generators()])
         self._followed = [
             (table, {name: values.copy() for name, values in table.planes.items()},
@@ -244,8 +251,15 @@ class _Trials:
                 "again each time, on samples that look rows up",
                 stacklevel=3,
             )
+        if self._untrained:
+            warnings.warn(
+                f"tables {', '.join(self._untrained)} have no trained rows to measure: versions "
+                "hold them exactly until widths are calibrated again, once there are some",
+                stacklevel=3,
+            )
+        exact = Width(why="no row was trained when widths were measured")
         return Widths(
-            tables=chosen,
+            tables={**chosen, **dict.fromkeys(self._untrained, exact)},
             why=f"accuracy budget {self._budget_text}: validation loss {self._loss:.6g} to "
             f"{reached:.6g} ({self._grown(reached)})",
             measured_for=self._spec.measures,
@@ -263,30 +277,38 @@ class _Trials:
     # -- optimizer planes ------------------------------------------------------------------------
 
     def optimizers(self, widths: Widths) -> Widths:
-        """Which tables' optimizer planes are quantized beside their weights."""
-        assert self._trial is not None
-        usual = self._after_trial(widths, ())
+        """Which tables' optimizer planes are quantized beside their weights: both spend the same
+        budget, counted from the loss after a trial with exact rows."""
+        exact = self._after_trial(Widths(tables={}), ())
+        usual = reached = self._after_trial(widths, ())
         several = [table.name for table in self._tables if table.has_optimizer_planes]
         chosen: list[str] = []
         if several:
             loss = self._after_trial(widths, several)
-            if loss - usual <= self._allowed:
+            left = self._allowed - (usual - exact)
+            if loss - exact <= self._allowed:
                 chosen, reached = several, loss
-            else:
-                reached = usual
+            elif left >= 0:
                 for done, name in enumerate(several, 1):
                     loss = self._after_trial(widths, [*chosen, name])
-                    if loss - usual <= self._allowed * done / len(several):
+                    if loss - usual <= left * done / len(several):
                         chosen, reached = [*chosen, name], loss
-            why = (
-                f"{widths.why}; after a trial with optimizer planes of {len(chosen)} of "
-                f"{len(several)} tables quantized {self._grown(reached, usual)}"
+        if reached - exact > self._allowed:
+            warnings.warn(
+                f"weights of these widths keep the accuracy budget, {self._budget_text}, and after "
+                f"the trial the loss has grown by {self._grown(reached, exact)}: leave narrow "
+                "widths out of candidates=, or take a smaller accuracy_budget=",
+                stacklevel=3,
             )
-            widths = replace(widths, why=why)
+        why = (
+            f"{widths.why}; after a trial, from weights alone {self._grown(usual, exact)}, with "
+            f"optimizer planes of {len(chosen)} of {len(several)} tables quantized "
+            f"{self._grown(reached, exact)}"
+        )
         tables = {
             name: replace(width, optimizer=name in chosen) for name, width in widths.tables.items()
         }
-        return replace(widths, tables=tables)
+        return replace(widths, tables=tables, why=why)
 
     def _after_trial(self, widths: Widths, quantized: Iterable[str]) -> float:
         """The loss after some steps from what a restore with these widths brings back."""
@@ -295,7 +317,7 @@ class _Trials:
         names = {*quantized}
         for table in self._tables:
             codecs: dict[str, Codec] = {}
-            bits = widths.tables[table.name].bits
+            bits = widths.tables.get(table.name, Width()).bits
             if bits is not None:
                 codecs["weight"] = self._quantized(bits)
             if table.name in names:

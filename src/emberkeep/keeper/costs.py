@@ -65,7 +65,7 @@ class Costs:
     """How long training stood still when a version was cut."""
     pause_ms_max: float
     stall_seconds: float
-    """How long training stood still for the keeper in all: cuts (`pause_seconds`), waits for an
+    """How long training stood still for versions in all: cuts (`pause_seconds`), waits for an
     earlier version to be written, and rows copied before they were overwritten (`held_seconds`, of
     versions that were committed)."""
     commit_seconds_median: float
@@ -77,6 +77,9 @@ class Costs:
     """How long training stood still while versions were cut, in all."""
     held_seconds: float = 0.0
     """The sum of `held_ms` of all versions."""
+    restoring_seconds: float = 0.0
+    """How long training stood still while versions were brought back: resumes and full recoveries,
+    which are no part of `stall_seconds`."""
     core_seconds: float | None = None
     """Processor time for all versions; None where it is not counted."""
     slowdown_seconds: float | None = None
@@ -143,6 +146,7 @@ class Ledger:
         self._saving_seconds = {True: 0.0, False: 0.0}
         self._saved = {True: 0, False: 0}
         self._stood_seconds = 0.0
+        self.restoring_seconds = 0.0
         self._held_seconds = 0.0
         self.written_nbytes = 0
         self.failed = 0
@@ -212,12 +216,22 @@ class Ledger:
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
-        """A body in which training stands still."""
-        start = self._clock.monotonic()
+        """A body in which training stands still; what is `restoring` in it does not count."""
+        start, before = self._clock.monotonic(), self.restoring_seconds
         try:
             yield
         finally:
-            self._stood_seconds += self._clock.monotonic() - start
+            restoring = self.restoring_seconds - before
+            self._stood_seconds += self._clock.monotonic() - start - restoring
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A body that brings rows back: training stands still, but no version costs that."""
+        start, before = self._clock.monotonic(), self.restoring_seconds
+        try:
+            yield
+        finally:  # once, where one stands in another
+            self.restoring_seconds = before + self._clock.monotonic() - start
 
     def timed(self, hook: Hook) -> Hook:
         def timed(*given: Any) -> None:
@@ -277,6 +291,7 @@ class Ledger:
                 kept_nbytes=kept_nbytes,
                 pause_seconds=sum(self._pauses_ms) / 1e3,
                 held_seconds=self._held_seconds,
+                restoring_seconds=self.restoring_seconds,
                 core_seconds=self._core_seconds,
                 slowdown_seconds=self._slowdown_seconds,
                 each=tuple(self._each),
@@ -333,8 +348,10 @@ class Ledger:
                 ("held_seconds_total", "counter",
                  "pushes were held up by copies of rows that versions had yet to read",
                  self._held_seconds),
-                ("stall_seconds_total", "counter", "training stood still for the keeper in all",
+                ("stall_seconds_total", "counter", "training stood still for versions in all",
                  self.stall_seconds),
+                ("restoring_seconds_total", "counter",
+                 "training stood still while versions were brought back", self.restoring_seconds),
                 ("commit_seconds_last", "gauge", "from cut to durable, of the newest version",
                  self._commits_ms[-1] / 1e3 if self._commits_ms else 0.0),
                 ("step", "gauge", "steps taken", self.step),

@@ -137,7 +137,7 @@ class Keeper(RunReport):
             open_store(where, clock=clock) if isinstance(where, str | os.PathLike) else where
         )
         if self._store is None:
-            refuse_for_tier(about, settings, exclusive, mirror)
+            refuse_for_tier(about, settings, exclusive, mirror, mirror_every)
         # Events of a mirror or a limit come before these two are made, and are not for them.
         self._recoverer: Recoverer | None = None
         self._planner: RunPlanner | None = None
@@ -148,7 +148,7 @@ class Keeper(RunReport):
         )  # fmt: skip
         self._limit = Limit(
             self._parts.subject, self._parts.dense, self._strategy, self._settings,
-            self._hear if self._ranks.leads else None,
+            self._hear if self._ranks.leads else None, self._saver,
         )  # fmt: skip
         self._recoverer = make_recoverer(
             self._strategy, homes, self._saver, total_steps=total_steps,
@@ -319,7 +319,7 @@ class Keeper(RunReport):
             if lost is not None:
                 raise lost
             return None
-        with self._ledger.stalling():
+        with self._ledger.restoring():
             return self._recoverer.recover(lost)
 
     @contextmanager
@@ -394,7 +394,7 @@ class Keeper(RunReport):
         change, so that a run with others needs its own. It is used while this run has no version
         yet, and ignored from then on, so that a job may start with the same call every time.
         """
-        with self._ledger.stalling():
+        with self._ledger.restoring():
             check_partial(partial, map, source, self._store)
             (goes_on,) = self._ranks.largest([self._holds_run()])
             if (partial or source is not None) and goes_on == (source is None):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from emberkeep._types import Json
 from emberkeep.blobs import BlobStore
+from emberkeep.checkpoint.codec_choice import OPTIMIZER_PLANES, has_optimizer_planes
 from emberkeep.checkpoint.spec import SaveSettings
 from emberkeep.errors import ConfigError
 from emberkeep.keeper.model_parts import Parts
@@ -24,8 +26,8 @@ def refuse_for_tier(*given: object) -> None:
     """Refuses what says something of a repository, where there is none."""
     if any(given):
         raise ConfigError(
-            "about=, settings=, exclusive= and mirror= are for a repository, and the run "
-            "is kept in its tier: leave them out, or give the keeper a repository"
+            "about=, settings=, exclusive= and mirror= are for a repository, as is mirror_every=, "
+            "and the run is kept in its tier: leave them out, or give the keeper a repository"
         )
 
 
@@ -48,6 +50,14 @@ def open_saver(
     check_ranks(strategy, ranks.world)
     if not ranks.leads:
         return None
+    quantized = strategy.spec.quantize_optimizer
+    if quantized and not has_optimizer_planes(parts.subject.schema()["tables"]):
+        warnings.warn(
+            "quantize_optimizer has no effect: it stores the planes "
+            f"{' and '.join(OPTIMIZER_PLANES)} (Adagrad, RowWiseAdagrad, Adam) in fewer bits, and "
+            "no table has one of them; leave it out",
+            stacklevel=3,
+        )
     copies = mirror_of(
         mirror, mirror_every, store, parts.subject.schema, strategy, settings,
         exclusive=exclusive, on_event=on_event, clock=clock,

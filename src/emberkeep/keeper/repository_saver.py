@@ -267,20 +267,22 @@ class RepositorySaver(Checkpointer):
         if restored is None:
             self._begin_new()
             return None
-        described = restored.manifest.described
-        if self.spec.accuracy_budget is not None and "widths" in described:
-            self._take_widths(Widths.of(described.object("widths")))
+        self._take_widths(restored.manifest)
         return _returned(restored)
 
-    def _take_widths(self, found: Widths) -> None:
+    def _take_widths(self, manifest: Manifest) -> None:
         """Those of the run so far, if they were measured for what is asked for now."""
-        wanted = self.spec.measures
+        described, wanted = manifest.described, self.spec.measures
+        if not wanted or "widths" not in described:
+            return
+        found = Widths.of(described.object("widths"))
         if found.measured_for == wanted:
             self.spec = replace(self.spec, widths=found)
-        elif found.measured_for and self.spec.widths is None:
+        elif self.spec.widths is None:
+            source = f"measured for {found.measured_for}" if found.measured_for else "given"
             warnings.warn(
-                f"the widths of this run were measured for {found.measured_for}, and the strategy "
-                f"says {wanted}: versions are exact until they are calibrated again",
+                f"the widths of this run were {source}, and the strategy says {wanted}: versions "
+                "are exact until they are calibrated",
                 stacklevel=4,
             )
 
@@ -314,6 +316,7 @@ class RepositorySaver(Checkpointer):
             return None
         _check_fit(restored, fits)
         self._whole = manifest = restored.manifest
+        self._take_widths(manifest)
         newest = self.writer.resume(manifest.version)
         self.forget_chain()
         self._left_newer = bool(passed_over) and not newest
@@ -479,11 +482,15 @@ class RepositorySaver(Checkpointer):
     ) -> Manifest | None:
         found = [recover_partially(self, home, shards, still) for home, shards in lost]
         manifest = found[-1] if found else None
+        self._count_recovery(manifest)
+        return manifest
+
+    def _count_recovery(self, manifest: Manifest | None) -> None:
+        """One restore of this version, however many shards and clusters came back from it."""
         if manifest is not None:
             self.count_restore(manifest.version)
             if self._mirror is not None:
                 self._mirror.offer_records()
-        return manifest
 
     def kept_nbytes(self) -> int:
         return kept_nbytes(self.repository.store)

@@ -41,8 +41,10 @@ class RunReport:
 
     @property
     def shortest_interval(self) -> timedelta | None:
-        """How long a version of all rows takes at most to write, and what is saved beside them:
-        one can be taken no more often. None where bandwidth is not limited."""
+        """How long a version of all rows takes to write, stored as the next one is, with what is
+        saved beside them and the prioritised versions up to the next whole one: one can be taken no
+        more often, unless it holds only what changed. What extraction writes is not counted. None
+        where bandwidth is not limited."""
         return self._limit.shortest
 
     @property

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from emberkeep.blobs import BlobStore
-from emberkeep.checkpoint.recovery import Home, load_shards, steps_of
+from emberkeep.checkpoint.recovery import Home, load_shards, recover_partially, steps_of
 from emberkeep.checkpoint.restore import Fits, Restored
 from emberkeep.checkpoint.save import Counters, Saving
 from emberkeep.checkpoint.target_view import view_of
@@ -388,6 +388,8 @@ class TieredSaver(RepositorySaver):
         """From a batch, of which this is the newest version."""
         self.forget_chain()  # what was deleted since the version is not known any more
         self._whole = manifest
+        if manifest is not None:
+            self._take_widths(manifest)
         self._count_from(manifest)
         self._tell_run()
 
@@ -413,16 +415,21 @@ class TieredSaver(RepositorySaver):
         self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
     ) -> Kept | None:
         """Each from its own files, where they have the newest durable batch; others from the
-        newest version, all of them at once."""
+        newest version, all of them at once: that is one restore."""
         kept: Kept | None = None
+        version: Manifest | None = None
         for home, shards in lost:
             if isinstance(self.whole, DurableStep):
-                kept = self._recover_from_files(home, shards) or kept
+                found = self._recover_from_files(home, shards)
             else:
-                kept = super().recover_shards([(home, shards)], still)
+                found = recover_partially(self, home, shards, still)
+            kept = found or kept
+            version = found if isinstance(found, Manifest) else version
+        self._count_recovery(version)
         return kept
 
     def _recover_from_files(self, home: Home, shards: Sequence[int]) -> Kept | None:
+        """The batch; or the version, where some of the shards came from there."""
         steps = steps_of(home.cluster)
         back, empty = self._tier.tiers.renew(home.cluster, shards)
         if empty:
@@ -488,4 +495,9 @@ def check_ranks(strategy: Strategy, world: int) -> None:
         raise ConfigError(
             f"ek.tiered is for one process that trains, and there are {world}: use ek.incremental "
             "or ek.partial, and tiers serve as memory"
+        )
+    if strategy.spec.accuracy_budget is not None and world > 1:
+        raise ConfigError(
+            f"accuracy_budget= is measured in a run of one process, and there are {world}: leave "
+            "it out, calibrate in a run of one process, and give the strategy bits={table: width}"
         )

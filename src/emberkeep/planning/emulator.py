@@ -204,6 +204,13 @@ class Emulation:
             raise ConfigError(f"there are 0 failures or more, not {self.count}")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, not {self.seed}")
+        if self.settings.checkpoint.accuracy_budget is not None:
+            raise ConfigError(
+                "checkpoint.accuracy_budget is measured while a run goes on, and partial recovery "
+                "has none: strategies are compared with the same widths; leave it out "
+                "(--set checkpoint.accuracy_budget=), and set checkpoint.bits or "
+                "checkpoint.table_bits"
+            )
 
     def failures(self) -> tuple[Failure, ...]:
         """The same for every strategy."""
@@ -314,20 +321,7 @@ def run(task: Task) -> Outcome:
                 f"{', '.join(map(str, failure.shards))} at {step}"
                 for step, failure in zip(at, failures, strict=True)
             ) if local else ()),
-            checkpoint=CheckpointSettings(
-                path=url,
-                every=f"{chosen.every} steps",
-                layout=given.checkpoint.layout,
-                bits=given.checkpoint.bits,
-                table_bits=given.checkpoint.table_bits,
-                expected_restores=None if chosen.partial else given.checkpoint.expected_restores,
-                recovery="partial" if chosen.partial else "full",
-                priority=chosen.priority,
-                fraction=PRIORITY_SHARE,
-                period=given.checkpoint.period,
-                most_pls=chosen.most_pls if chosen.partial else None,
-                keep=1,
-            ),
+            checkpoint=_versions(given.checkpoint, chosen, url),
         )  # fmt: skip
         heard = _Heard(task.strategy, () if local else tuple(zip(at, failures, strict=True)))
         result = train(settings, hooks=[heard])
@@ -356,9 +350,45 @@ def run(task: Task) -> Outcome:
             and all(save["step"] > made["step"] for save in saves)
             for made in heard.recoveries
         ),
-        note=chosen.note,
+        note="bits by restores do not go with partial recovery: weights were exact"
+        if _is_exact(given.checkpoint, chosen)
+        else chosen.note,
         seconds=result.seconds,
     )
+
+
+def _versions(given: CheckpointSettings, chosen: Tactics, url: str) -> CheckpointSettings:
+    """What versions hold is as given, as far as it goes with this recovery."""
+    by_restores: dict[str, Any] = {}
+    if not chosen.partial:
+        by_restores["expected_restores"] = given.expected_restores
+        if given.job_duration is not None:
+            by_restores |= {"job_duration": given.job_duration, "mtbf": given.mtbf}
+    searches = not _is_exact(given, chosen)
+    return CheckpointSettings(
+        path=url,
+        every=f"{chosen.every} steps",
+        layout=given.layout,
+        predictor=given.predictor,
+        bits=given.bits,
+        table_bits=given.table_bits,
+        quantize_optimizer=given.quantize_optimizer,
+        bins=given.bins if searches else None,
+        range_ratio=given.range_ratio if searches else None,
+        recovery="partial" if chosen.partial else "full",
+        priority=chosen.priority,
+        fraction=PRIORITY_SHARE,
+        period=given.period,
+        most_pls=chosen.most_pls if chosen.partial else None,
+        keep=1,
+        **by_restores,
+    )
+
+
+def _is_exact(given: CheckpointSettings, chosen: Tactics) -> bool:
+    """Whether weights stay exact because their bits would follow from the number of restores."""
+    by_restores = given.expected_restores is not None or given.job_duration is not None
+    return chosen.partial and by_restores and given.bits is None and not given.table_bits
 
 
 class _Heard(Recording):

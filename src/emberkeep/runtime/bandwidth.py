@@ -21,11 +21,16 @@ _MOST_NBYTES = 4 * 2**20
 
 class Bandwidth:
     """Lets `most_mb_per_second` through, on average over what several threads write; without a
-    number, everything at once. Up to 4 MiB more may be under way."""
+    number, everything at once. Up to 4 MiB more may be under way.
+
+    Where others write elsewhere, it is divided: what passes here is one part, and each of the
+    others has a `share` of its own.
+    """
 
     def __init__(self, most_mb_per_second: float | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
         check_rate(most_mb_per_second)
         self._rate = None if most_mb_per_second is None else most_mb_per_second * 1e6
+        self._parts = 1
         self._clock = clock
         self._changed = threading.Condition()
         self._free_at = -math.inf
@@ -52,7 +57,7 @@ class Bandwidth:
             if rate is None:
                 return
             start = max(self._clock.monotonic(), self._free_at)
-            self._free_at = start + nbytes / rate
+            self._free_at = start + nbytes * self._parts / rate
             while self._rate is not None:
                 left = start - self._clock.monotonic()
                 if left <= 0:
@@ -63,16 +68,28 @@ class Bandwidth:
                     self._changed, lambda: self._rate is None, min(left, _LOOK_SECONDS)
                 )
 
-    def share(self, parts: int) -> float | None:
-        """What each of so many writers elsewhere may take."""
-        rate = self._rate
-        return None if rate is None else rate / parts / 1e6
+    def divide(self, parts: int) -> None:
+        """From now on it is in so many equal parts, one of them for what passes here."""
+        with self._changed:
+            self._parts = parts
+
+    def share(self) -> float | None:
+        """What each of the parts may take, in MB per second."""
+        rate = self._rate  # once: a signal may lift the limit in between
+        return None if rate is None else rate / self._parts / 1e6
+
+    def limit(self, most_mb_per_second: float | None) -> None:
+        """From now on so much may pass; without a number, everything at once."""
+        check_rate(most_mb_per_second)
+        with self._changed:
+            rate = None if most_mb_per_second is None else most_mb_per_second * 1e6
+            if rate != self._rate:
+                self._rate, self._free_at = rate, -math.inf  # what was owed at another rate is not
+                self._changed.notify_all()
 
     def lift(self) -> None:
         """From now on there is no limit: a process that is about to be ended has no time for it."""
-        with self._changed:
-            self._rate = None
-            self._changed.notify_all()
+        self.limit(None)
 
 
 def check_rate(mb_per_second: float | None, name: str = "most_mb_per_second") -> None:

@@ -515,7 +515,7 @@ class ShardService:
         epoch, cancelled = self._checked(header), self._cancelled
         work = version_work.to_write(
             epoch, self._frozen(header), header, cancelled=cancelled,
-            advance=self.long_work.advance, clock=self._clock,
+            advance=self.long_work.advance, bandwidth=self._grid.bandwidth, clock=self._clock,
         )  # fmt: skip
         self.long_work.begin("wrote", epoch.number, {"version": header["version"]}, work)
         self._writing = (str(header["nonce"]), cancelled)

@@ -25,11 +25,12 @@ Work = Callable[[], Json]
 
 def to_write(
     epoch: Epoch, snapshots: Sequence[FrozenRows], header: Json, *, cancelled: threading.Event,
-    advance: Callable[[], object], clock: Clock,
+    advance: Callable[[], object], bandwidth: Bandwidth, clock: Clock,
 ) -> Work:  # fmt: skip
     """Writes frozen rows as pieces of a version, straight to the store; the answer has the files.
 
-    With `grid`, the tables of the repository, they are pieces of a grid.
+    With `grid`, the tables of the repository, they are pieces of a grid. The `bandwidth` is limited
+    as the header says.
     """
     store = epoch.store(header["url"])
     codecs = {plane: codec_from_dict(spec) for plane, spec in header["codecs"].items()}
@@ -45,12 +46,12 @@ def to_write(
     epoch.versions.writes(version)
 
     def write() -> Json:
+        bandwidth.limit(header.get("most_mb_per_second"))
         with files:
             core_seconds = write_held(
                 files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
                 threads=int(header["threads"]), nice=int(header["nice"]),
-                piece_nbytes=int(header["piece_nbytes"]),
-                most_mb_per_second=header.get("most_mb_per_second"),
+                piece_nbytes=int(header["piece_nbytes"]), bandwidth=bandwidth,
                 background_share=header.get("background_share"), clock=clock,
                 birth=version.number, grid=header.get("grid"),
             )  # fmt: skip
@@ -79,12 +80,14 @@ class GridWork:
     """Rounds of extraction in the part of a grid that the shard of this server writes.
 
     What is known of living rows is kept from round to round, for the grid that the last order was
-    about.
+    about. The `bandwidth` is for all that the server writes of versions: rounds and saves together
+    keep to the share that the newest of them came with.
     """
 
     def __init__(self, advance: Callable[[], object], clock: Clock) -> None:
         self._advance = advance
         self._clock = clock
+        self.bandwidth = Bandwidth(None, clock=clock)
         self._extraction: tuple[str, ShardExtraction] | None = None
 
     def to_extract(self, epoch: Epoch, header: Json) -> Work:
@@ -100,8 +103,9 @@ class GridWork:
             if known is None or known[0] != url or known[1].grid != order.grid:
                 repository = Repository.open(store, clock=self._clock)
                 made = ShardExtraction(repository, order.grid, order.shard, self._advance)
+                made.bandwidth = self.bandwidth
                 known = self._extraction = url, made
-            known[1].bandwidth = Bandwidth(rate, clock=self._clock)
+            self.bandwidth.limit(rate)
             return {"round": known[1].run(order).to_json()}
 
         return extract

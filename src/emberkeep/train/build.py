@@ -127,6 +127,12 @@ def tables(settings: RunConfig, rows: Mapping[str, int | None]) -> list[Table]:
         raise ConfigError(
             f"optimizer.tables names {', '.join(unknown)}; the tables are {', '.join(rows)}"
         )
+    without = sorted({*(settings.checkpoint.table_bits or ())} - {*rows})
+    if without:
+        raise ConfigError(
+            f"checkpoint.table_bits names {', '.join(without)}; the tables are {', '.join(rows)}: "
+            "name one of these, or leave it out"
+        )
     return [
         Table(
             name,

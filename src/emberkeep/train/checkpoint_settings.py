@@ -65,7 +65,8 @@ class CheckpointSettings:
     calibration_samples: int = setting(
         "measure on so many samples that come next (accuracy_budget)", default=16384, least=1)
     quantize_optimizer: bool = setting(
-        "store accumulators in 8 bits, row-wise ones in 16", default=False)
+        "store accumulators and second moments in 8 bits, row-wise accumulators in 16",
+        default=False)
     bins: int | None = setting(
         "steps in the search for the range of a row; the paper's if not set (4, 3, 2 bits)",
         default=None, least=1)
@@ -164,6 +165,15 @@ class CheckpointSettings:
                 raise ConfigError("start_from needs a place for the versions of this run: set path")
         if self.map and self.start_from is None:
             raise ConfigError("map is for start_from: set that, or leave map out")
+
+    def without_effect(self) -> list[str]:
+        """The settings that are set and say how versions are kept, while no `path` says where. A
+        command that takes its own place reads them all the same, and so they are not refused
+        here."""
+        if self.path is not None:
+            return []
+        return [known.name for known in fields(self)
+                if known.name != "metrics_port" and getattr(self, known.name) != known.default]
 
     def _check_recovery(self) -> None:
         """What is said of one kind of recovery, and is not for the one that is set."""

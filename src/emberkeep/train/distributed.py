@@ -29,7 +29,7 @@ from emberkeep.server.ray.server_resources import ServerResources, nbytes_of, ne
 from emberkeep.tiers.tier_use import TierUse
 from emberkeep.train import build
 from emberkeep.train.hooks import Hook
-from emberkeep.train.loop import check_fresh, run
+from emberkeep.train.loop import check_start, run
 from emberkeep.train.result import Result
 from emberkeep.train.run_config import RunConfig
 from emberkeep.train.supervisor import Relay, Supervisor
@@ -54,7 +54,7 @@ def run_on_ray(settings: RunConfig, *, hooks: Sequence[Hook] = (), fresh: bool =
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
-        check_fresh(settings, fresh)
+        check_start(settings, fresh)
         stack.enter_context(_ended_by_sigterm(EXIT_CODE if kept else _TERMINATED))
         address = given.address or (local_address() if given.name else None)
         stack.enter_context(connected(address))

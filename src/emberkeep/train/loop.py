@@ -54,12 +54,13 @@ def run(
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.close)
-        check_fresh(settings, fresh)
+        check_start(settings, fresh)
         return _run(settings, hooks, fresh, rank, stack)
 
 
-def check_fresh(settings: RunConfig, fresh: bool) -> None:
-    """Refuses to start a run over that cannot."""
+def check_start(settings: RunConfig, fresh: bool) -> None:
+    """Refuses to start a run over that cannot, and to start one that is not saved as its settings
+    say."""
     if fresh and settings.tier.every is not None and not settings.two_levels:
         raise ConfigError(
             f"a run that its tier keeps starts over once {settings.tier.path} is removed; leave "
@@ -73,6 +74,19 @@ def check_fresh(settings: RunConfig, fresh: bool) -> None:
         raise ConfigError(
             "a fresh start begins with nothing, also not with checkpoint.start_from: leave one of "
             "them out, or set another checkpoint.path to start from there once more"
+        )
+    tiered, given = settings.tier.every is not None, settings.checkpoint
+    unused = [f"checkpoint.{key}" for key in given.without_effect()]
+    if unused:
+        kept = "tier.every keeps the run exactly, in its tier" if tiered else "the run saves none"
+        raise ConfigError(
+            f"{', '.join(unused)}: for versions in a repository, and {kept}; set checkpoint.path, "
+            "or leave out what is for versions"
+        )
+    if given.metrics_port is not None and given.path is None and not tiered:
+        raise ConfigError(
+            "checkpoint.metrics_port serves the metrics of a run that is kept: set "
+            "checkpoint.path or tier.every, or leave it out"
         )
 
 

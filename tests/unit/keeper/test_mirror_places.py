@@ -371,4 +371,4 @@ def test_a_limit_that_is_lifted_while_bytes_are_counted_raises_nothing() -> None
 
     bandwidth = Bandwidth(1.0, clock=LiftingClock())
     bandwidth.spend(10**9)
-    assert bandwidth.share(2) is None
+    assert bandwidth.share() is None

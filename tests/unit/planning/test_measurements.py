@@ -33,8 +33,10 @@ SAVED = {
 def test_restores_and_prioritised_versions_are_not_what_a_version_costs() -> None:
     clock = VirtualClock()
     ledger = Ledger(clock)
-    with ledger.stalling():  # a resume
-        clock.sleep(100)
+    with ledger.stalling():  # `close`, in which shards are recovered from a version
+        with ledger.restoring(), ledger.restoring():
+            clock.sleep(100)
+        clock.sleep(1)
     for _ in range(2):
         ledger.paused(1000.0, whole=True, waited_ms=500.0)
         ledger.hear("saved", {**SAVED, "whole": True, "held_seconds": 2.5})
@@ -42,7 +44,8 @@ def test_restores_and_prioritised_versions_are_not_what_a_version_costs() -> Non
         ledger.paused(250.0, whole=False)
         ledger.hear("saved", {**SAVED, "whole": False, "held_seconds": 0.1})
     counters = ledger.counters()
-    assert counters["stall_seconds"] == 105.6  # the resume, and rows copied before a push
+    assert counters["stall_seconds"] == 6.6  # the rest of `close`, and rows copied before a push
+    assert ledger.costs(0).restoring_seconds == 100
     assert (counters["versions"], counters["whole_versions"]) == (8, 2)
     assert counters["saving_seconds"] == 8.0  # cuts, waits, and rows copied before a push
     assert ledger.stall_of_version == 4.0

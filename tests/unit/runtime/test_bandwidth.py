@@ -33,13 +33,13 @@ def test_threads_share_it() -> None:
     for thread in threads:
         thread.join()
     assert clock.monotonic() - start >= 11
-    assert bandwidth.share(4) == 0.25
+    assert bandwidth.share() == 1.0
 
 
 def test_without_a_limit_buffers_are_passed_as_they_are() -> None:
     data = [b"x" * 10_000_000]
     assert next(Bandwidth(None).passing(data)) is data[0]
-    assert Bandwidth(None).share(2) is None
+    assert Bandwidth(None).share() is None
 
 
 def test_what_is_given_up_or_in_a_hurry_does_not_wait() -> None:
