@@ -15,6 +15,7 @@ import emberkeep as ek
 from emberkeep.blobs.local_store import LocalStore
 from emberkeep.cluster.local.local_cluster import local
 from emberkeep.errors import ShardLostError
+from emberkeep.keeper import tiered_saver
 from emberkeep.keeper.calibration import is_calibrated
 from emberkeep.keeper.run_saver import DurableStep
 from emberkeep.repository import Repository
@@ -164,7 +165,10 @@ class TwoClusters(nn.Module):
         return out
 
 
-def test_a_failure_in_two_clusters_is_one_restore(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["both", "one is not recovered"])
+def test_a_failure_in_two_clusters_is_one_restore(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = TwoClusters(tmp_path / "t")
     optimizers = [
         *(bags.optimizer for bags in model.bags),
@@ -182,8 +186,22 @@ def test_a_failure_in_two_clusters_is_one_restore(tmp_path: Path) -> None:
     keeper.step()
     for bags in model.bags:
         bags.cluster.kill(1)  # type: ignore[attr-defined]
-    made = keeper.recover()
-    assert made is not None
-    assert (made.scope, made.shards, made.version) == ("partial", (1, 3), 1)  # there is no batch
+    if fails:
+        recover, calls = tiered_saver.recover_partially, []
+
+        def second_fails(*given: Any) -> Any:
+            calls.append(given)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return recover(*given)
+
+        monkeypatch.setattr(tiered_saver, "recover_partially", second_fails)
+        with pytest.raises(KeyboardInterrupt):
+            keeper.recover()
+        monkeypatch.undo()
+    else:
+        made = keeper.recover()
+        assert made is not None
+        assert (made.scope, made.shards, made.version) == ("partial", (1, 3), 1)  # no batch yet
     assert restores(tmp_path / "r") == 1
     keeper.close(save=False)

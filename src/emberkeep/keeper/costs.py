@@ -78,8 +78,8 @@ class Costs:
     held_seconds: float = 0.0
     """The sum of `held_ms` of all versions."""
     restoring_seconds: float = 0.0
-    """How long training stood still while versions were brought back: resumes and full recoveries,
-    which are no part of `stall_seconds`."""
+    """How long training stood still while rows were brought back: resumes and recoveries, which
+    are no part of `stall_seconds`."""
     core_seconds: float | None = None
     """Processor time for all versions; None where it is not counted."""
     slowdown_seconds: float | None = None

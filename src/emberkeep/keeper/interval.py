@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from datetime import timedelta
 
 from emberkeep._types import Json
 from emberkeep.checkpoint.codec_choice import choose
 from emberkeep.checkpoint.spec import SaveSettings, VersionSpec
+from emberkeep.cluster.remote.remote_cluster import RemoteCluster
 from emberkeep.codecs.table_codecs import codec_of
 from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.keeper.dense import Dense
@@ -19,14 +21,22 @@ from emberkeep.strategies import Strategy
 _ID_NBYTES = 8
 
 
-def version_nbytes(subject: CombinedSubject, spec: VersionSpec, restores: int = 0) -> int:
+def version_nbytes(
+    subject: CombinedSubject, spec: VersionSpec, restores: int = 0,
+    tables: Collection[str] | None = None,
+) -> int:  # fmt: skip
     """The rows of a version that holds every row that the tables have room for, after so many
-    restores of versions that were not exact."""
-    return sum(_nbytes_by_table(subject, spec, restores).values())
+    restores of versions that were not exact; of all tables, or those named."""
+    by_table = _nbytes_by_table(subject, spec, restores)
+    return sum(by_table[name] for name in by_table if tables is None or name in tables)
 
 
-def prioritised_nbytes(subject: CombinedSubject, spec: VersionSpec, restores: int = 0) -> int:
-    """The rows of a prioritised version at most; 0 if there are none."""
+def prioritised_nbytes(
+    subject: CombinedSubject, spec: VersionSpec, restores: int = 0,
+    tables: Collection[str] | None = None,
+) -> int:  # fmt: skip
+    """The rows of a prioritised version at most, of all tables or those named; 0 if there are
+    none."""
     if spec.priority is None:
         return 0
     by_table, nbytes = _nbytes_by_table(subject, spec, restores), 0.0
@@ -36,7 +46,11 @@ def prioritised_nbytes(subject: CombinedSubject, spec: VersionSpec, restores: in
             table.name: spec.priority.fraction if t in large else 1.0
             for t, table in enumerate(home.cluster.tables)
         }
-        nbytes += sum(by_table[name] * shares[own] for name, own in home.names.items())
+        nbytes += sum(
+            by_table[name] * shares[own]
+            for name, own in home.names.items()
+            if tables is None or name in tables
+        )
     return round(nbytes)
 
 
@@ -95,12 +109,22 @@ class Limit:
         saved beside them and the prioritised versions from it to the next: one can be taken no more
         often, unless it holds only what changed. None where nothing is limited.
 
-        Headers of files are not counted, nor what the extraction of a grid writes meanwhile.
-        Servers have equal parts of the bandwidth, so with them it takes longer where they hold
-        different amounts. Optimizers may remember more than their settings tell before the first
-        step.
+        Headers of files are not counted, nor what the extraction of a grid writes meanwhile. Each
+        server has an equal part of the bandwidth, and so has this process where it holds rows, or
+        in a grid: it takes longer where servers hold different amounts. Optimizers may remember
+        more than their settings tell before the first step.
         """
-        return None if self._rate is None else timedelta(seconds=self._nbytes() / self._rate / 1e6)
+        if self._rate is None:
+            return None
+        remote = [home for home in self._subject.homes() if isinstance(home.cluster, RemoteCluster)]
+        servers = sum(len(home.cluster.handles) for home in remote)
+        on_servers = self._rows_nbytes({name for home in remote for name in home.names})
+        here, dense = self._rows_nbytes() - on_servers, self._dense.nbytes()
+        in_grid = self._spec.layout == "grid"
+        parts = max(1, servers + (in_grid or here > 0)) if servers else 1
+        nbytes = max(on_servers / max(1, servers), here) * parts
+        nbytes += dense * (parts if in_grid else 1)
+        return timedelta(seconds=nbytes / self._rate / 1e6)
 
     @property
     def _spec(self) -> VersionSpec:
@@ -121,9 +145,12 @@ class Limit:
         return min(priority.rounds, self._every.saves) if self._every.parts > 1 else priority.rounds
 
     def _nbytes(self) -> int:
-        spec, restores = self._spec, self._restores()
-        whole = version_nbytes(self._subject, spec, restores) + self._dense.nbytes()
-        return whole + (self._saves() - 1) * prioritised_nbytes(self._subject, spec, restores)
+        return self._rows_nbytes() + self._dense.nbytes()
+
+    def _rows_nbytes(self, tables: Collection[str] | None = None) -> int:
+        """From a whole version to the next; of some tables, or all."""
+        args = self._subject, self._spec, self._restores(), tables
+        return version_nbytes(*args) + (self._saves() - 1) * prioritised_nbytes(*args)
 
     def _say(self, tell: Hear, *, stacklevel: int) -> None:
         """How it is now, if versions were stored in another way when it was said before."""

@@ -401,6 +401,7 @@ class Keeper(RunReport):
                 kept: Resumed | None = self._start_from(version, partial, map or {}, source)
             else:
                 kept = self._resume(version if source is None else None, fall_back)
+        with self._ledger.stalling():
             self._started = True
             if kept is not None and self.reader is None and not self._warned_of_data:
                 self._warned_of_data = True

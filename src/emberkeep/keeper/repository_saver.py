@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from emberkeep.cluster.base import Cluster
 from emberkeep.cluster.remote.remote_tiers import check_runs
 from emberkeep.errors import (
     DamageError,
+    EmberkeepError,
     NoRepositoryError,
     NoVersionError,
     StateError,
@@ -275,11 +276,13 @@ class RepositorySaver(Checkpointer):
         described, wanted = manifest.described, self.spec.measures
         if not wanted or "widths" not in described:
             return
-        found = Widths.of(described.object("widths"))
+        found, held = Widths.of(described.object("widths")), self.spec.widths
         if found.measured_for == wanted:
+            if held is not None and held.measured_for == wanted:
+                return  # measured since, in this process
             self.spec = replace(self.spec, widths=found)
-        elif self.spec.widths is None:
-            source = f"measured for {found.measured_for}" if found.measured_for else "given"
+        elif held is None:
+            source = f"measured for {found.measured_for}" if found.measured_for else "given before"
             warnings.warn(
                 f"the widths of this run were {source}, and the strategy says {wanted}: versions "
                 "are exact until they are calibrated",
@@ -480,15 +483,28 @@ class RepositorySaver(Checkpointer):
     def recover_shards(
         self, lost: Iterable[tuple[Home, Sequence[int]]], still: Callable[[], bool] | None = None
     ) -> Manifest | None:
-        found = [recover_partially(self, home, shards, still) for home, shards in lost]
-        manifest = found[-1] if found else None
-        self._count_recovery(manifest)
-        return manifest
+        with self._one_restore() as found:
+            for home, shards in lost:
+                found.append(recover_partially(self, home, shards, still))
+        return found[-1] if found else None
 
-    def _count_recovery(self, manifest: Manifest | None) -> None:
-        """One restore of this version, however many shards and clusters came back from it."""
-        if manifest is not None:
-            self.count_restore(manifest.version)
+    @contextmanager
+    def _one_restore(self) -> Iterator[list[Manifest | None]]:
+        """Counts the versions that shards come back from in the body as one restore, also where it
+        ends with an error: that counts for more than one of the count."""
+        found: list[Manifest | None] = []
+        try:
+            yield found
+        except BaseException:
+            with suppress(EmberkeepError):
+                self._count_recovery(found)
+            raise
+        self._count_recovery(found)
+
+    def _count_recovery(self, found: Sequence[Manifest | None]) -> None:
+        versions = [manifest.version for manifest in found if manifest is not None]
+        if versions:
+            self.count_restore(versions[-1])
             if self._mirror is not None:
                 self._mirror.offer_records()
 

@@ -417,15 +417,14 @@ class TieredSaver(RepositorySaver):
         """Each from its own files, where they have the newest durable batch; others from the
         newest version, all of them at once: that is one restore."""
         kept: Kept | None = None
-        version: Manifest | None = None
-        for home, shards in lost:
-            if isinstance(self.whole, DurableStep):
-                found = self._recover_from_files(home, shards)
-            else:
-                found = recover_partially(self, home, shards, still)
-            kept = found or kept
-            version = found if isinstance(found, Manifest) else version
-        self._count_recovery(version)
+        with self._one_restore() as versions:
+            for home, shards in lost:
+                if isinstance(self.whole, DurableStep):
+                    found = self._recover_from_files(home, shards)
+                else:
+                    found = recover_partially(self, home, shards, still)
+                kept = found or kept
+                versions.append(found if isinstance(found, Manifest) else None)
         return kept
 
     def _recover_from_files(self, home: Home, shards: Sequence[int]) -> Kept | None:

@@ -191,6 +191,7 @@ class Snapshot:
         # How many writers have claimed rows and not handed them over: one at a time, unless it has
         # ended.
         self._claims = 0
+        self._writing = 0  # how deep in it is
         self._failed = False
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -269,11 +270,13 @@ class Snapshot:
 
     def __enter__(self) -> None:
         """Entered by a writer that holds the lock, until it has ended."""
+        self._writing += 1
 
     def __exit__(self, *_: object) -> None:
         """If rows are in the writer's hands still, it has ended with an error: the save fails, and
         nothing is copied for it any more."""
-        if self._claims and not self._failed:
+        self._writing -= 1
+        if self._claims and not self._writing and not self._failed:
             self._failed = self._done = True
             self._room.change()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from emberkeep.errors import CancelledError, ConfigError
@@ -34,6 +35,7 @@ class Bandwidth:
         self._clock = clock
         self._changed = threading.Condition()
         self._free_at = -math.inf
+        self._limits = 0  # how many there have been
 
     def passing(
         self, buffers: Iterable[_Buffer], cancelled: threading.Event | None = None
@@ -53,20 +55,26 @@ class Bandwidth:
     def spend(self, nbytes: int, cancelled: threading.Event | None = None) -> None:
         """Returns when so many bytes may be written."""
         with self._changed:
-            rate = self._rate  # once: a signal may lift the limit in between
-            if rate is None:
-                return
-            start = max(self._clock.monotonic(), self._free_at)
-            self._free_at = start + nbytes * self._parts / rate
-            while self._rate is not None:
+            limit, start = -1, -math.inf
+            while True:
+                rate = self._rate  # once: a signal may lift the limit in between
+                if rate is None:
+                    return
+                if limit != self._limits:  # it has its turn by the limit that there is now
+                    limit = self._limits
+                    start = max(self._clock.monotonic(), self._free_at)
+                    self._free_at = start + nbytes * self._parts / rate
                 left = start - self._clock.monotonic()
                 if left <= 0:
                     return
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("writing was given up while it waited for bandwidth")
                 self._clock.wait_for(
-                    self._changed, lambda: self._rate is None, min(left, _LOOK_SECONDS)
+                    self._changed, partial(self._is_other, limit), min(left, _LOOK_SECONDS)
                 )
+
+    def _is_other(self, limit: int) -> bool:
+        return self._limits != limit
 
     def divide(self, parts: int) -> None:
         """From now on it is in so many equal parts, one of them for what passes here."""
@@ -85,6 +93,7 @@ class Bandwidth:
             rate = None if most_mb_per_second is None else most_mb_per_second * 1e6
             if rate != self._rate:
                 self._rate, self._free_at = rate, -math.inf  # what was owed at another rate is not
+                self._limits += 1
                 self._changed.notify_all()
 
     def lift(self) -> None:

@@ -44,9 +44,10 @@ def to_write(
     for snapshot in snapshots:
         snapshot.rename(header["names"])
     epoch.versions.writes(version)
+    # As orders arrive, not as they are carried out: the newest says what holds.
+    bandwidth.limit(header.get("most_mb_per_second"))
 
     def write() -> Json:
-        bandwidth.limit(header.get("most_mb_per_second"))
         with files:
             core_seconds = write_held(
                 files, snapshots, codecs, shard=epoch.shard.index, cancelled=cancelled,
@@ -96,7 +97,7 @@ class GridWork:
         order = RoundOrder.from_json(header["order_of_round"])
         if order.shard != epoch.shard.index:
             raise ProtocolError(f"this is shard {epoch.shard.index}, not {order.shard}")
-        rate = header.get("most_mb_per_second")
+        self.bandwidth.limit(header.get("most_mb_per_second"))
 
         def extract() -> Json:
             known = self._extraction
@@ -105,7 +106,6 @@ class GridWork:
                 made = ShardExtraction(repository, order.grid, order.shard, self._advance)
                 made.bandwidth = self.bandwidth
                 known = self._extraction = url, made
-            self.bandwidth.limit(rate)
             return {"round": known[1].run(order).to_json()}
 
         return extract

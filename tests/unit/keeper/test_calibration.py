@@ -182,7 +182,7 @@ def test_widths_that_were_given_are_not_taken_for_measured_ones() -> None:
     store = MemoryStore()
     Run(store, ek.incremental(every=1000, bits={"useful": 2})).train(3).keeper.close()
     again = Run(store)
-    with pytest.warns(UserWarning, match="were given, .*exact until they are calibrated"):
+    with pytest.warns(UserWarning, match="were given before, .*exact until they are calibrated"):
         again.keeper.resume()
     assert not is_calibrated(again.keeper)
 
@@ -247,3 +247,14 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         ek.calibrate(run.keeper, lambda: 0.7)
     run.keeper.close(save=False)
     refused(run, "the keeper is closed", StateError)
+
+
+def test_widths_that_were_measured_since_stay_where_rows_come_back() -> None:
+    run = Run().train()
+    ek.calibrate(run.keeper, run.validate)
+    run.train(1).keeper.save()
+    manifest: Any = run.keeper.wait()
+    newer = ek.calibrate(run.keeper, run.validate, candidates=(8,))
+    saver: Any = run.keeper._saver
+    saver._take_widths(manifest)
+    assert saver.spec.widths == newer

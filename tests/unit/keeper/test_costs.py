@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import emberkeep as ek
+from emberkeep.blobs import MemoryStore
 from emberkeep.keeper.costs import Costs, Ledger
 from emberkeep.keeper.mirror import MirrorStatus
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -140,3 +142,18 @@ def test_costs_come_through_json() -> None:
     costs = run.ledger.costs(3, mirror)
     document: dict[str, Any] = json.loads(json.dumps(costs.to_dict()))
     assert Costs.from_dict(document) == costs
+
+
+def test_the_first_version_is_no_part_of_bringing_rows_back() -> None:
+    """`resume` of a new run writes one where shards may be lost."""
+    bags = ek.EmbeddingBags(
+        [ek.Table("item", rows=64, dim=4)], optimizer=ek.SGD(lr=0.1), cluster=ek.local(shards=2)
+    )
+    strategy = ek.partial(every=50)
+    with ek.Keeper(
+        MemoryStore(), bags, bags.optimizer, strategy=strategy, total_steps=99
+    ) as keeper:
+        assert keeper.resume() is None
+        costs = keeper.costs()
+        assert costs.versions == 1
+        assert costs.stall_seconds >= costs.pause_seconds > 0

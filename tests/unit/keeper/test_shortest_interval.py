@@ -14,8 +14,14 @@ import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import SaveSettings, VersionSpec
 from emberkeep.checkpoint.widths import Width, Widths
+from emberkeep.cluster.remote.flight_cluster import FlightCluster
+from emberkeep.keeper.combined_subject import CombinedSubject
 from emberkeep.keeper.interval import Limit, version_nbytes
-from emberkeep.repository import Repository
+from emberkeep.repository import KeepAll, Repository
+from emberkeep.runtime.pool import Pool
+from emberkeep.strategies import Every, Strategy
+from emberkeep.testing.local_transport import LocalNetwork, LocalServers
+from emberkeep.testing.virtual_clock import VirtualClock
 
 SLOW = SaveSettings(most_mb_per_second=0.001)
 ROWS = {"large": 1500, "small": 10}
@@ -187,3 +193,26 @@ def test_the_warning_with_a_version_names_the_line_of_the_user() -> None:
         keeper.save()
     assert warned[0].filename == __file__
     keeper.close(save=False)
+
+
+@pytest.mark.parametrize(("layout", "parts"), [("consecutive", 3), ("grid", 4)])
+def test_servers_have_equal_parts_and_in_a_grid_so_has_this_process(
+    layout: Any, parts: int
+) -> None:
+    network = LocalNetwork(VirtualClock())
+    table = ek.Table("t", rows=300, dim=8)
+    cluster = FlightCluster(
+        [table], ek.SGD(lr=0.1), LocalServers(network, 3), seed=3, pool=Pool(1),
+        clock=network.clock, transport=network.transport(),
+    )  # fmt: skip
+    keeper = kept()
+    strategy = Strategy(
+        spec=VersionSpec(layout=layout), schedule=Every(steps=1000), retention=KeepAll()
+    )
+    subject = CombinedSubject([("one", cluster)])
+    limit = Limit(subject, keeper._parts.dense, strategy, SLOW, None)
+    dense = keeper._parts.dense.nbytes()
+    rows = version_nbytes(subject, strategy.spec)
+    wanted = rows / 3 * parts + dense * (parts if layout == "grid" else 1)
+    assert seconds(limit) == pytest.approx(wanted / 1e3)
+    cluster.close()

@@ -56,3 +56,13 @@ def test_a_limit_that_is_taken_away_wakes_who_waits() -> None:
     bandwidth.spend(1_000_000)  # days, but for that
     timer.join()
     assert bandwidth.share() is None
+
+
+def test_a_new_limit_reaches_who_waits_by_the_old_one() -> None:
+    bandwidth = Bandwidth(1e-6)
+    bandwidth.spend(1)
+    timer = threading.Timer(0.05, lambda: bandwidth.limit(1000.0))
+    timer.start()
+    bandwidth.spend(1_000_000)  # days, but for that
+    timer.join()
+    assert bandwidth.share() == 1000.0
