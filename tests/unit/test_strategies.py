@@ -227,7 +227,7 @@ def test_presets() -> None:
         ({"predictor": "paper", "layout": "full"}, "when an intermittent layout starts over"),
         ({"job": JOB, "expected_restores": 2}, "job= expects 3 restores"),
         ({"keep_for": "some"}, "keep_for='some' is no age"),
-        ({"drop_after": "0d"}, "an age above 0"),
+        ({"drop_after": "0d"}, "an age is above 0"),
         ({"keep_for": "30d", "drop_after": "14d"}, "leave out one of them, or drop later"),
         ({"every": 0}, "1 step or more"),
         ({"keep": 0}, "at least 1"),

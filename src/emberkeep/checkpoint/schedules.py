@@ -141,8 +141,8 @@ def retention(
     old = None if drop_after is None else _age("drop_after", drop_after)
     if young is not None and old is not None and young > old:
         raise ConfigError(
-            f"keep_for= keeps what is younger than {young}, and drop_after= lets go of it after "
-            f"{old}: leave out one of them, or drop later"
+            f"keep_for={keep_for!r} keeps what is younger, and drop_after={drop_after!r} lets go "
+            "of it: leave out one of them, or drop later"
         )
     if young is not None:
         policy = KeepUnion(policies=(policy, KeepFor(age=young)))
@@ -153,9 +153,10 @@ def retention(
 
 
 def _age(what: str, age: timedelta | str) -> timedelta:
-    if isinstance(age, timedelta):
-        return age
     try:
-        return duration(age)
+        found = age if isinstance(age, timedelta) else duration(age)
     except (ValueError, AttributeError):
         raise ConfigError(f"{what}={age!r} is no age: write '14d', '36h' or a timedelta") from None
+    if found <= timedelta(0):
+        raise ConfigError(f"{what}={age!r}: an age is above 0, such as '14d'")
+    return found

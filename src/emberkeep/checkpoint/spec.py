@@ -80,10 +80,8 @@ class VersionSpec:
             if self.expected_restores is not None:
                 raise ConfigError("give bits= or expected_restores=, which chooses them, not both")
             if self.widths is not None or self.accuracy_budget is not None:
-                raise ConfigError(
-                    "bits= is the width of every table: leave out accuracy_budget= and widths of "
-                    "single tables, or bits="
-                )
+                other = "accuracy_budget=" if self.widths is None else "widths of single tables"
+                raise ConfigError(f"bits= is the width of every table: leave out {other}, or bits=")
         if self.expected_restores is not None and self.expected_restores < 0:
             raise ConfigError(f"expected_restores must be 0 or more, not {self.expected_restores}")
         if self.accuracy_budget is not None and not 0 < self.accuracy_budget < 1:
@@ -100,9 +98,10 @@ class VersionSpec:
                         f"{expected} expected restores need {bits_for(expected, 0)}: leave them "
                         "out, or give bits="
                     )
+                given = "" if self.bits is None else f", not {self.bits}"
                 raise ConfigError(
-                    "bins= and range_ratio= are for weights of 4, 3 or 2 bits: give bits=, "
-                    "expected_restores= or accuracy_budget=, or leave them out"
+                    f"bins= and range_ratio= are for weights of 4, 3 or 2 bits{given}: give such "
+                    "bits=, expected_restores= or accuracy_budget=, or leave them out"
                 )
             if self.range_ratio is not None and not 0 <= self.range_ratio <= 1:
                 raise ConfigError(

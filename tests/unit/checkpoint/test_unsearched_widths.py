@@ -49,3 +49,16 @@ def test_a_job_and_bits_are_refused_in_words_that_the_caller_used() -> None:
     assert "leave out bits=, or job=" in str(refused.value)
     assert "expected_restores" not in str(refused.value)
     assert ek.incremental(job=job(2), bits={"user": 4}).spec.expected_restores == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keep_for": "2d", "drop_after": "1d"}, "keep_for='2d' keeps .*drop_after='1d' lets go"),
+        ({"drop_after": "0d"}, "drop_after='0d': an age is above 0"),
+        ({"bits": 8, "bins": 9}, "weights of 4, 3 or 2 bits, not 8: give such bits="),
+    ],
+)
+def test_messages_name_what_was_given(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ek.incremental(every=10, **given)
