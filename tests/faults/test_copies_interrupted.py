@@ -4,7 +4,7 @@ is in nobody's hands, so the save must fail, and never be a version without thos
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from emberkeep.errors import SaveError, ShardLostError
 from emberkeep.repository import Repository
 from emberkeep.rows import snapshot as snapshots
 from emberkeep.rows.saved_rows import SavesWithUpdate
-from emberkeep.rows.snapshot import freeze
+from emberkeep.rows.snapshot import Snapshot, freeze
 from emberkeep.tables import Adam, Table
 from tests.contracts.engine import grads_of, wanted_of
 
@@ -51,6 +51,21 @@ def fail_once(
     monkeypatch.setattr(snapshots, "room_for", failing)
 
 
+def frozen() -> tuple[LocalCluster, Callable[[list[int]], None], Snapshot]:
+    """A cluster all of whose rows were trained, how they are trained on, and a snapshot of it."""
+    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
+    (slab,) = cluster.shards[0].slabs
+    slab.track()
+
+    def push(ids: list[int]) -> None:
+        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
+        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
+
+    push(list(range(ROWS)))
+    (taken,) = freeze([slab], since=None)
+    return cluster, push, taken
+
+
 def rows_of(cluster: LocalCluster) -> dict[int, bytes]:
     ids, planes = cluster.read_all("t")
     return {
@@ -64,16 +79,7 @@ def rows_of(cluster: LocalCluster) -> dict[int, bytes]:
 def test_a_snapshot_without_some_rows_is_not_handed_out(
     error: type[BaseException], updating: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
-    (slab,) = cluster.shards[0].slabs
-    slab.track()
-
-    def push(ids: list[int]) -> None:
-        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
-        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
-
-    push(list(range(ROWS)))
-    (taken,) = freeze([slab], since=None)
+    cluster, push, taken = frozen()
     fail_once(monkeypatch, error, updating=updating)
     with pytest.raises(error):
         push([3, 5, 7])
@@ -82,7 +88,7 @@ def test_a_snapshot_without_some_rows_is_not_handed_out(
         list(taken.chunks(64))
     taken.close([])
     state = rows_of(cluster)
-    (again,) = freeze([slab], since=None)
+    (again,) = freeze(cluster.shards[0].slabs, since=None)
     read = {
         int(each): b"".join(values[i].tobytes() for values in chunk.planes.values())
         for chunk in again.chunks(64)
@@ -98,16 +104,7 @@ def test_a_save_that_has_failed_goes_no_further(
     later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reader stops at the next chunk, and nothing is copied for it any more."""
-    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
-    (slab,) = cluster.shards[0].slabs
-    slab.track()
-
-    def push(ids: list[int]) -> None:
-        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
-        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
-
-    push(list(range(ROWS)))
-    (taken,) = freeze([slab], since=None)
+    _, push, taken = frozen()
     chunks = taken.chunks(64)
     next(chunks)
     fail_once(monkeypatch, MemoryError, updating=True)
@@ -123,28 +120,20 @@ def test_a_save_that_has_failed_goes_no_further(
 
 def test_a_loss_does_not_hide_rows_that_nobody_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader has come to the end when a push fails, and the shard is dropped for it."""
-    cluster = local(threads=1).open([Table("t", rows=ROWS, dim=DIM)], Adam(lr=0.1), seed=0)
-    (slab,) = cluster.shards[0].slabs
-    slab.track()
-
-    def push(ids: list[int]) -> None:
-        grads = grads_of(cluster, {"t": np.ones((len(ids), DIM))})
-        cluster.push(wanted_of(cluster, {"t": ids}), grads, lr=0.1)
-
-    push(list(range(ROWS)))
-    (taken,) = freeze([slab], since=None)
+    cluster, push, taken = frozen()
     copy = taken._copy
 
     def failing(*given: Any) -> Any:
         fail_once(monkeypatch, MemoryError, updating=True)
         with pytest.raises(MemoryError):
             push([3])
-        found = copy(*given)  # all others
+        with monkeypatch.context() as patch:
+            patch.setattr(taken, "_check_readable", lambda: None)  # as if it had been asked before
+            found = copy(*given)  # all others
         cluster.kill(0)
         return found
 
     monkeypatch.setattr(taken, "_copy", failing)
-    monkeypatch.setattr(taken, "_check_lost", lambda: None)  # as if it had been asked before
     with pytest.raises(ShardLostError):
         list(taken.chunks(ROWS))
 

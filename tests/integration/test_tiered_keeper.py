@@ -303,17 +303,22 @@ def test_several_servers_are_lost_and_the_files_of_one_with_it(
     run.end()
 
 
+def lose_with_files(run: Run, launcher: FarmLauncher, tiers: Path, *shards: int) -> None:
+    """Servers are killed, their files go, and it is noticed."""
+    for shard in shards:
+        launcher.kill(shard)
+        shutil.rmtree(tiers / f"shard-{shard}")
+        with pytest.raises(ShardLostError):
+            run.cluster.handles[shard].digest("a")
+
+
 def test_servers_without_files_load_at_the_same_time(
     launcher: FarmLauncher, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(OnServers(launcher), root / "r", ek.tiered(every=4, remote=4, recovery="partial"))
     run.keeper.resume()
     run.train(4)
-    for shard in (1, 2):
-        launcher.kill(shard)
-        shutil.rmtree(root / "t" / f"shard-{shard}")
-        with pytest.raises(ShardLostError):
-            run.cluster.handles[shard].digest("a")
+    lose_with_files(run, launcher, root / "t", 1, 2)
     both, load = threading.Barrier(2, timeout=60), Checkpointer.restore_shard
 
     def meeting(*given: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,14 @@ from emberkeep.keeper.run_saver import DurableStep
 from emberkeep.repository import Repository
 from emberkeep.strategies import Strategy
 from emberkeep.tables import Tier
-from tests.integration.test_tiered_keeper import OFTEN, SHARDS, TABLES, OnServers, Run
+from tests.integration.test_tiered_keeper import (
+    OFTEN,
+    SHARDS,
+    TABLES,
+    OnServers,
+    Run,
+    lose_with_files,
+)
 from tests.servers import Farm, FarmLauncher
 from tests.waiting import until
 
@@ -114,11 +120,7 @@ def test_shards_without_files_that_come_from_a_rounded_version_are_one_restore(
     run = Run(OnServers(servers), tmp_path / "r", strategy)
     run.keeper.resume()
     run.train(4)
-    for shard in (1, 2):
-        servers.kill(shard)
-        shutil.rmtree(tmp_path / "t" / f"shard-{shard}")
-        with pytest.raises(ShardLostError):
-            run.cluster.handles[shard].digest("a")
+    lose_with_files(run, servers, tmp_path / "t", 1, 2)
     made = run.keeper.recover(None)
     assert made is not None
     assert (made.scope, made.shards) == ("partial", (1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
 from datetime import timedelta
 
 from emberkeep._types import Json
@@ -21,40 +20,24 @@ from emberkeep.strategies import Strategy
 _ID_NBYTES = 8
 
 
-def version_nbytes(
-    subject: CombinedSubject, spec: VersionSpec, restores: int = 0,
-    tables: Collection[str] | None = None,
-) -> int:  # fmt: skip
-    """The rows of a version that holds every row that the tables have room for, after so many
-    restores of versions that were not exact; of all tables, or those named."""
-    by_table = _nbytes_by_table(subject, spec, restores)
-    return sum(by_table[name] for name in by_table if tables is None or name in tables)
-
-
-def prioritised_nbytes(
-    subject: CombinedSubject, spec: VersionSpec, restores: int = 0,
-    tables: Collection[str] | None = None,
-) -> int:  # fmt: skip
-    """The rows of a prioritised version at most, of all tables or those named; 0 if there are
-    none."""
+def prioritised_shares(subject: CombinedSubject, spec: VersionSpec) -> dict[str, float]:
+    """How much of each table a prioritised version holds at most; nothing if there are none."""
+    shares: dict[str, float] = {}
     if spec.priority is None:
-        return 0
-    by_table, nbytes = _nbytes_by_table(subject, spec, restores), 0.0
+        return shares
     for home in subject.homes():
         large = prioritised([table.slots for table in home.cluster.tables])
-        shares = {
-            table.name: spec.priority.fraction if t in large else 1.0
-            for t, table in enumerate(home.cluster.tables)
-        }
-        nbytes += sum(
-            by_table[name] * shares[own]
-            for name, own in home.names.items()
-            if tables is None or name in tables
-        )
-    return round(nbytes)
+        of = {table.name: t in large for t, table in enumerate(home.cluster.tables)}
+        for name, own in home.names.items():
+            shares[name] = spec.priority.fraction if of[own] else 1.0
+    return shares
 
 
-def _nbytes_by_table(subject: CombinedSubject, spec: VersionSpec, restores: int) -> dict[str, int]:
+def nbytes_by_table(
+    subject: CombinedSubject, spec: VersionSpec, restores: int = 0
+) -> dict[str, int]:
+    """The rows of a version that holds every row that the tables have room for, after so many
+    restores of versions that were not exact."""
     codecs = choose(spec, restores).codecs
     slots = {
         name: table.slots
@@ -118,8 +101,9 @@ class Limit:
             return None
         remote = [home for home in self._subject.homes() if isinstance(home.cluster, RemoteCluster)]
         servers = sum(len(home.cluster.handles) for home in remote)
-        on_servers = self._rows_nbytes({name for home in remote for name in home.names})
-        here, dense = self._rows_nbytes() - on_servers, self._dense.nbytes()
+        rows, dense = self._rows_nbytes(), self._dense.nbytes()
+        on_servers = sum(rows[name] for home in remote for name in home.names)
+        here = sum(rows.values()) - on_servers
         in_grid = self._spec.layout == "grid"
         parts = max(1, servers + (in_grid or here > 0)) if servers else 1
         nbytes = max(on_servers / max(1, servers), here) * parts
@@ -145,12 +129,16 @@ class Limit:
         return min(priority.rounds, self._every.saves) if self._every.parts > 1 else priority.rounds
 
     def _nbytes(self) -> int:
-        return self._rows_nbytes() + self._dense.nbytes()
+        return sum(self._rows_nbytes().values()) + self._dense.nbytes()
 
-    def _rows_nbytes(self, tables: Collection[str] | None = None) -> int:
-        """From a whole version to the next; of some tables, or all."""
-        args = self._subject, self._spec, self._restores(), tables
-        return version_nbytes(*args) + (self._saves() - 1) * prioritised_nbytes(*args)
+    def _rows_nbytes(self) -> dict[str, int]:
+        """Of each table, what is written from a whole version to the next."""
+        shares, more = prioritised_shares(self._subject, self._spec), self._saves() - 1
+        whole = nbytes_by_table(self._subject, self._spec, self._restores())
+        return {
+            name: nbytes + more * round(nbytes * shares.get(name, 0.0))
+            for name, nbytes in whole.items()
+        }
 
     def _say(self, tell: Hear, *, stacklevel: int) -> None:
         """How it is now, if versions were stored in another way when it was said before."""

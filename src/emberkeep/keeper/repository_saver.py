@@ -277,9 +277,9 @@ class RepositorySaver(Checkpointer):
         if not wanted or "widths" not in described:
             return
         found, held = Widths.of(described.object("widths")), self.spec.widths
+        if held is not None and held.measured_for == wanted:
+            return  # measured since, in this process
         if found.measured_for == wanted:
-            if held is not None and held.measured_for == wanted:
-                return  # measured since, in this process
             self.spec = replace(self.spec, widths=found)
         elif held is None:
             source = f"measured for {found.measured_for}" if found.measured_for else "given before"

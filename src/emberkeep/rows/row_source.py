@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from emberkeep._types import F32, I64, Array, Planes
+from emberkeep._types import I64, Array, Planes
 from emberkeep.kernels import row_copies
 from emberkeep.runtime.pool import Job, Pool, shares
 
@@ -37,9 +37,6 @@ class RowSource(Protocol):
         What takes longer may be left for later.
         """
 
-    def floats(self) -> dict[str, F32] | None:
-        """The planes as arrays of floats where `rows` are places, if they are such arrays."""
-
 
 class Arrays:
     """Planes that are all in memory; `rows` are places in them."""
@@ -49,12 +46,6 @@ class Arrays:
     def __init__(self, planes: Mapping[str, Array]) -> None:
         # A holder may put other arrays in the place of these; the instant is in the old ones.
         self._planes = dict(planes)
-
-    def floats(self) -> dict[str, F32] | None:
-        planes = self._planes.values()
-        if any(plane.itemsize % 4 or not plane.flags.c_contiguous for plane in planes):
-            return None
-        return {name: plane.view(np.float32) for name, plane in self._planes.items()}
 
     def take(self, rows: I64, out: Planes, pool: Pool | None = None) -> None:
         if pool is None and rows.size:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from emberkeep._types import F32, I64, Array, Bools, Planes
+from emberkeep._types import I64, Array, Bools, Planes
 from emberkeep.kernels import saved_updates
 from emberkeep.runtime.clock import Clock
 from emberkeep.runtime.memory import recycled
@@ -43,24 +43,32 @@ class Claimed:
     saved: SavedRows
 
 
+def can_save(planes: Planes) -> bool:
+    """Whether kernels can save rows of these planes as they update them. The age of rows, `used`,
+    changes before that."""
+    words = all(plane.itemsize == 4 for plane in planes.values())
+    return words and len(planes) <= saved_updates.MOST_PLANES and "used" not in planes
+
+
 @dataclass(frozen=True, slots=True)
 class SavesWithUpdate:
     """Claimed rows that the kernel which updates them saves, too: `run` it, once."""
 
     claimed: Claimed
-    planes: Mapping[str, F32]
-    """Where the rows are, as floats."""
+    planes: Planes
+    """Where the rows are."""
     done: Callable[[SavedRows, float], None]
     """Called with what was saved, and how many seconds the update has taken."""
     clock: Clock
 
     def run(self, pool: Pool, write: Callable[..., object], args: tuple[Any, ...]) -> None:
-        """Has the optimizer's kernel update the rows that are `written`, its first argument, and
-        save the claimed ones before."""
+        """Has the optimizer's kernel update the rows that are its first argument, and save the
+        claimed ones before."""
         claimed = self.claimed
         starts_P = np.array([start for start, _ in claimed.parts], np.int64)
-        places = [self.planes[name] for name in claimed.saved.planes]
-        copies = [values.view(np.float32) for values in claimed.saved.planes.values()]
+        saved = claimed.saved.planes
+        places = [self.planes[name].view(np.float32) for name in saved]
+        copies = [values.view(np.float32) for values in saved.values()]
         missing = [saved_updates.NO_PLANE] * (saved_updates.MOST_PLANES - len(places))
         job = Job(
             saved_updates.SAVING[write],

@@ -31,7 +31,7 @@ from emberkeep.rows.push import (
     update_call,
 )
 from emberkeep.rows.row_source import Arrays, RowSource
-from emberkeep.rows.saved_rows import SavesWithUpdate
+from emberkeep.rows.saved_rows import SavesWithUpdate, can_save
 from emberkeep.rows.slots import Slots
 from emberkeep.rows.snapshot import Snapshot, TableRange
 from emberkeep.rows.tracker import Tracker
@@ -128,7 +128,7 @@ class Slab:
             self.ids = lazy_zeros((self.rows,), np.int64)
         if any(table.on_full == "evict_oldest" for table in self.tables):
             self.planes["used"] = lazy_zeros((self.rows, 1), np.int64)
-        self.saves_with_update = "used" not in self.planes  # which changes before that
+        self.saves_with_update = can_save(self.planes)
         self._empty_slots()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ class Slab:
         if not with_update:
             self._before_write(found if not new.size else found[found >= 0])
         elif self.snapshot is not None:
-            watched = self.snapshot.before_update(found)
+            watched = self.snapshot.before_update(found, _LEAST_ROWS)
         for t, slots in self.slots.items():
             self._admit(t, slots, wanted, found, unknown_T[t])
         if not with_update:

@@ -22,7 +22,6 @@ import numpy as np
 from emberkeep._types import I64, U64, Bools, Planes
 from emberkeep.errors import CancelledError, SaveError, ShardLostError
 from emberkeep.kernels import row_copies, scatter
-from emberkeep.kernels.saved_updates import MOST_PLANES
 from emberkeep.rows.copy_room import CopyRoom
 from emberkeep.rows.priority import Ranking
 from emberkeep.rows.row_source import LEAST_ROWS, Arrays, RowSource
@@ -36,8 +35,6 @@ _SLICE_ROWS = 4096
 _SLICE_WORDS = 65536
 # Rows of a chunk take at most so much: some are on their way to the store at once.
 _CHUNK_NBYTES = 16 * 2**20
-# Rows of a push that a thread updates and saves.
-_LEAST_UPDATED = 256
 # What a push has saved goes out as it is from so much on: to join it would be one more copy.
 _READY_NBYTES = 8 * 2**20
 # How long the lock may be held for more slices, beside the time that was waited for it.
@@ -188,11 +185,8 @@ class Snapshot:
         self._shapes = {name: (p.shape[1], p.dtype) for name, p in holder.planes.items()}
         self._done = False
         self._lost: ShardLostError | None = None
-        # How many writers have claimed rows and not handed them over: one at a time, unless it has
-        # ended.
-        self._claims = 0
-        self._writing = 0  # how deep in it is
-        self._failed = False
+        # Whether a writer has claimed rows that it has not handed over; and has ended so.
+        self._claimed = self._failed = False
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Hands tables out under other names; for the one that froze it, before anybody reads."""
@@ -210,7 +204,7 @@ class Snapshot:
         """Called by a writer that is about to change rows and holds the lock."""
         start = self._room.clock.monotonic()
         with self:
-            claimed = self._claim(written)
+            claimed = self._claim(written, LEAST_ROWS)
             if claimed is not None:
                 saved = claimed.saved
                 later = self._source.take(saved.rows, saved.planes, self.holder.pool)
@@ -219,34 +213,31 @@ class Snapshot:
                 self._hand_over(saved)
         self.held_seconds += self._room.clock.monotonic() - start
 
-    def before_update(self, written: I64) -> SavesWithUpdate | None:
-        """`before_write` for a writer with an optimizer's kernel. What is returned is to be run in
-        place of that kernel, and saves the rows as well. Ids that are new have no row yet: -1."""
-        places = self._source.floats()
-        if places is None or len(places) > MOST_PLANES:
-            self.before_write(written)
-            return None
+    def before_update(self, written: I64, least: int) -> SavesWithUpdate | None:
+        """`before_write` for a writer with an optimizer's kernel, where it `can_save`; `least` rows
+        are worth a thread. What is returned is to be run in place of that kernel, and saves the
+        rows as well. Ids that are new have no row yet: -1."""
         start = self._room.clock.monotonic()
-        claimed = self._claim(written, _LEAST_UPDATED)
+        claimed = self._claim(written, least)
         self.held_seconds += self._room.clock.monotonic() - start
         if claimed is None:
             return None
         done = partial(self._updated, written.size)
-        return SavesWithUpdate(claimed, places, done, self._room.clock)
+        return SavesWithUpdate(claimed, self.holder.planes, done, self._room.clock)
 
     def before_insert(self, rows: I64) -> None:
         """Called by a writer that holds the lock: these rows are given to new ids."""
         row_copies.claim(rows, self._copied, np.empty(rows.size, np.bool_))
 
-    def _claim(self, written: I64, least: int | None = None) -> Claimed | None:
+    def _claim(self, written: I64, least: int) -> Claimed | None:
         """Which of the rows nobody has taken care of, and room for them: from now on it is up to
         the writer, who hands them over. If it ends before, the save fails."""
         if self._failed or not written.size:
             return None
-        self._claims += 1
+        self._claimed = True
         rows = np.empty(written.size, np.int64)
         present = np.empty(written.size, np.bool_)
-        parts = shares(written.size, self.holder.pool.threads, least or LEAST_ROWS)
+        parts = shares(written.size, self.holder.pool.threads, least)
         found = self.holder.pool.together(
             Job(
                 row_copies.write_take_before_write,
@@ -257,7 +248,7 @@ class Snapshot:
         firsts_P = np.cumsum([0, *found])
         taken = int(firsts_P[-1])
         if not taken:
-            self._claims -= 1
+            self._claimed = False
             return None
         if len(parts) > 1:
             places = [slice(start, start + n) for (start, _), n in zip(parts, found, strict=True)]
@@ -270,13 +261,11 @@ class Snapshot:
 
     def __enter__(self) -> None:
         """Entered by a writer that holds the lock, until it has ended."""
-        self._writing += 1
 
     def __exit__(self, *_: object) -> None:
         """If rows are in the writer's hands still, it has ended with an error: the save fails, and
         nothing is copied for it any more."""
-        self._writing -= 1
-        if self._claims and not self._writing and not self._failed:
+        if self._claimed and not self._failed:
             self._failed = self._done = True
             self._room.change()
 
@@ -293,7 +282,7 @@ class Snapshot:
         with self._handing:
             self._saved.append(saved)
             self._saved_nbytes += saved.nbytes
-        self._claims -= 1
+        self._claimed = False
         self._room.change(saved.nbytes)
 
     def abandon(self, lost: ShardLostError) -> None:
@@ -337,7 +326,8 @@ class Snapshot:
                 if self._saved_nbytes >= _CHUNK_NBYTES or self._room.full:
                     yield from self._take_saved(rows)
         with self.holder.lock:  # all rows are taken care of, and no writer is at work
-            self._check_claims()
+            if self._failed:
+                self._check_readable()
         yield from self._take_saved(rows)
 
     def _fitting(self, table: TableRange, most: int) -> int:
@@ -346,27 +336,19 @@ class Snapshot:
         row_nbytes = sum(int(width) * int(np.dtype(kind).itemsize) for width, kind in shapes)
         return max(1, min(most, _CHUNK_NBYTES // max(1, row_nbytes)))
 
-    def _check_lost(self) -> None:
+    def _check_readable(self) -> None:
         if self._lost is not None:
             raise self._lost
         if self._failed:
-            self._check_claims()
-
-    def _check_claims(self) -> None:
-        """Raises, while no writer is at work, if one has ended with rows in its hands."""
-        if not self._claims:
-            return
-        if self._lost is not None:
-            raise self._lost
-        raise SaveError(
-            "a push ended, interrupted or without memory, before it had copied rows for this save; "
-            "all rows are part of the next one: save again"
-        )
+            raise SaveError(
+                "a push ended, interrupted or without memory, before it had copied rows for this "
+                "save; all rows are part of the next one: save again"
+            )
 
     def _copy(self, table: TableRange, word: int, last: int, limit: int) -> tuple[CopiedRows, int]:
         """Copies rows until there is no room for more."""
         source = self._source
-        self._check_lost()
+        self._check_readable()
         if not source.beside_writers:
             return self._copy_locked(table, word, last, limit)
         limit = max(limit, 64)
@@ -404,7 +386,7 @@ class Snapshot:
                     until = began + (began - asked) * _SHARE_OF_WAIT
                     later = []
                     while True:
-                        self._check_lost()
+                        self._check_readable()
                         taken, word = row_copies.list_slice(
                             self._first, self._second, self._touched, self._copied, word,
                             min(last, word + _SLICE_WORDS), _SLICE_ROWS, rows[count:],

@@ -35,7 +35,6 @@ class Bandwidth:
         self._clock = clock
         self._changed = threading.Condition()
         self._free_at = -math.inf
-        self._limits = 0  # how many there have been
 
     def passing(
         self, buffers: Iterable[_Buffer], cancelled: threading.Event | None = None
@@ -55,13 +54,13 @@ class Bandwidth:
     def spend(self, nbytes: int, cancelled: threading.Event | None = None) -> None:
         """Returns when so many bytes may be written."""
         with self._changed:
-            limit, start = -1, -math.inf
+            asked, start = math.nan, -math.inf
             while True:
                 rate = self._rate  # once: a signal may lift the limit in between
                 if rate is None:
                     return
-                if limit != self._limits:  # it has its turn by the limit that there is now
-                    limit = self._limits
+                if rate != asked:  # it has its turn by the limit that there is now
+                    asked = rate
                     start = max(self._clock.monotonic(), self._free_at)
                     self._free_at = start + nbytes * self._parts / rate
                 left = start - self._clock.monotonic()
@@ -70,11 +69,11 @@ class Bandwidth:
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError("writing was given up while it waited for bandwidth")
                 self._clock.wait_for(
-                    self._changed, partial(self._is_other, limit), min(left, _LOOK_SECONDS)
+                    self._changed, partial(self._is_other, rate), min(left, _LOOK_SECONDS)
                 )
 
-    def _is_other(self, limit: int) -> bool:
-        return self._limits != limit
+    def _is_other(self, rate: float) -> bool:
+        return self._rate != rate
 
     def divide(self, parts: int) -> None:
         """From now on it is in so many equal parts, one of them for what passes here."""
@@ -93,7 +92,6 @@ class Bandwidth:
             rate = None if most_mb_per_second is None else most_mb_per_second * 1e6
             if rate != self._rate:
                 self._rate, self._free_at = rate, -math.inf  # what was owed at another rate is not
-                self._limits += 1
                 self._changed.notify_all()
 
     def lift(self) -> None:

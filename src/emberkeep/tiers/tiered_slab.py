@@ -244,9 +244,6 @@ class TieredSlab(Slab):
     def source(self) -> TieredSlab:
         return self
 
-    def floats(self) -> None:
-        return None
-
     def take(self, wanted: I64, out: Planes, pool: Pool | None = None) -> Reading | None:
         """Copies rows out: those in frames at once, the others are read without the lock."""
         frames = np.empty(wanted.size, np.int64)

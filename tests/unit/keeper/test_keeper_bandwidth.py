@@ -14,7 +14,7 @@ from torch import nn
 import emberkeep as ek
 from emberkeep.blobs import MemoryStore
 from emberkeep.checkpoint import SaveSettings
-from emberkeep.keeper.interval import version_nbytes
+from emberkeep.keeper.interval import nbytes_by_table
 from emberkeep.repository import Repository
 from emberkeep.runtime import bandwidth
 from emberkeep.testing.virtual_clock import VirtualClock
@@ -52,7 +52,10 @@ def test_the_shortest_interval_is_said_when_the_keeper_is_made() -> None:
     assert (name, details["version_nbytes"]) == ("bandwidth", nbytes)
     assert kept()[0].shortest_interval is None
     fewer = ek.incremental(every=1, bits=4, quantize_optimizer=True)
-    assert version_nbytes(keeper._parts.subject, fewer.spec) == 1500 * (4 + 4 + 2) + 500 * 8
+    assert (
+        sum(nbytes_by_table(keeper._parts.subject, fewer.spec).values())
+        == 1500 * (4 + 4 + 2) + 500 * 8
+    )
 
 
 def test_an_interval_that_is_too_short_is_warned_of() -> None:

@@ -16,7 +16,7 @@ from emberkeep.checkpoint import SaveSettings, VersionSpec
 from emberkeep.checkpoint.widths import Width, Widths
 from emberkeep.cluster.remote.flight_cluster import FlightCluster
 from emberkeep.keeper.combined_subject import CombinedSubject
-from emberkeep.keeper.interval import Limit, version_nbytes
+from emberkeep.keeper.interval import Limit, nbytes_by_table
 from emberkeep.repository import KeepAll, Repository
 from emberkeep.runtime.pool import Pool
 from emberkeep.strategies import Every, Strategy
@@ -159,7 +159,7 @@ def test_ids_that_are_random_are_counted() -> None:
     keeper.save()
     manifest: Any = keeper.wait()
     (table,) = bags.tables
-    most = version_nbytes(keeper._parts.subject, keeper._strategy.spec)
+    most = sum(nbytes_by_table(keeper._parts.subject, keeper._strategy.spec).values())
     assert manifest.nbytes / ids.size <= most / table.slots
 
 
@@ -212,7 +212,7 @@ def test_servers_have_equal_parts_and_in_a_grid_so_has_this_process(
     subject = CombinedSubject([("one", cluster)])
     limit = Limit(subject, keeper._parts.dense, strategy, SLOW, None)
     dense = keeper._parts.dense.nbytes()
-    rows = version_nbytes(subject, strategy.spec)
+    rows = sum(nbytes_by_table(subject, strategy.spec).values())
     wanted = rows / 3 * parts + dense * (parts if layout == "grid" else 1)
     assert seconds(limit) == pytest.approx(wanted / 1e3)
     cluster.close()

@@ -12,7 +12,7 @@ from emberkeep.cluster.local.local_cluster import LocalCluster, local
 from emberkeep.kernels import saved_updates
 from emberkeep.kernels.recorded_updates import RECORDING
 from emberkeep.rows import saved_rows
-from emberkeep.rows import snapshot as snapshots
+from emberkeep.rows import slab as slabs
 from emberkeep.rows.saved_rows import SavesWithUpdate
 from emberkeep.rows.snapshot import freeze
 from emberkeep.rows.tracker import SINCE_VERSION
@@ -81,7 +81,7 @@ def rows_of(cluster: LocalCluster) -> dict[tuple[str, int], bytes]:
 def test_rows_are_saved_and_updated_as_without_a_save(
     optimizer: Optimizer, dim: int, threads: int, aligned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_LEAST_UPDATED", 64)
+    monkeypatch.setattr(slabs, "_LEAST_ROWS", 64)
     if aligned:
         monkeypatch.setattr(saved_rows, "_LARGE_NBYTES", 1)
     saved_by_kernels = []
